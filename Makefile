@@ -1,0 +1,64 @@
+# Every target stands alone on a fresh clone: it makes .venv and installs into it what it needs.
+
+.PHONY: demo test test-slow test-newest lint format bench docs clean
+
+BIN := .venv/bin
+WORKERS ?= 2
+
+# A worker each for the cores; without the limits every worker would start threads for all of them.
+ONE_CORE := OMP_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
+PYTEST = $(ONE_CORE) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# $(call find_python,AT_LEAST,CANDIDATES) prints the first that runs, is new enough and can make a
+# virtual environment: a name on PATH may be a shim for a Python that is not there.
+find_python = for python in $(2); do \
+	"$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < $(1))' 2>/dev/null \
+	&& echo "$$python" && break; done
+PYENV = $(wildcard $(HOME)/.pyenv/versions/3.$(1).*/bin/python3)
+
+demo: .venv/installed
+	$(BIN)/python examples/char_lm.py --mixer hla2 $(ARGS)
+
+test: .venv/installed
+	$(PYTEST)
+
+test-slow: .venv/installed
+	$(PYTEST) -m slow
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/installed
+	$(BIN)/python examples/benchmarks/speed.py $(ARGS)
+
+docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+# The suite on the newest Python that is here and the newest versions of everything else.
+test-newest: BIN := .venv-newest/bin
+test-newest:
+	@python=$$($(call find_python,(3, 12),python3.13 $(call PYENV,13) python3.12 $(call PYENV,12) python3)); \
+	if [ -z "$$python" ]; then echo "test-newest: no Python 3.12 or newer here, nothing to run"; exit 0; fi; \
+	echo "test-newest: $$($$python --version)"; \
+	"$$python" -m venv --clear .venv-newest && \
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable ".[test]" && \
+	$(BIN)/python -m pip list 2>/dev/null | grep -E '^(jax|flax|numpy|optax) ' && \
+	$(PYTEST)
+
+.venv/installed: pyproject.toml
+	@if [ ! -x $(BIN)/python ]; then \
+	python=$$($(call find_python,(3, 11),python3 python3.13 python3.12 python3.11 $(call PYENV,13) $(call PYENV,12) $(call PYENV,11))); \
+	if [ -z "$$python" ]; then echo "hla_jax needs Python 3.11 or newer with its venv module, and found none" >&2; exit 1; fi; \
+	echo "making .venv with $$($$python --version)"; "$$python" -m venv .venv; fi
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-newest build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

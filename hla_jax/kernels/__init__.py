@@ -1,0 +1,72 @@
+"""The one primitive, of which every operator is a cascade: causal linear attention with decay."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from hla_jax.kernels import _batched, _plain
+from hla_jax.kernels._layout import Operands, Results, vary_like
+from hla_jax.kernels._plain import affinities as affinities
+from hla_jax.kernels._plain import weights as weights
+from hla_jax.kernels.xla import Options, chunked
+
+# Longer chunks do more work per token (2 c (D + E) FLOPs), shorter ones run slower products and
+# keep # more states in the backward.
+CHUNK_SIZE = 64
+
+IMPLEMENTATIONS = ("xla", "associative", "serial", "quadratic", "pallas")
+
+
+def causal_linear(
+    q: Float[Array, "*B T H D"],
+    k: Float[Array, "*B T Hk D"],
+    v: Float[Array, "*B T Hv E"],
+    w: Float[Array, "*B T Hv"] | None,
+    log_decay: Float[Array, "*B T K"] | None,
+    P: Float[Array, "*B N D E"],
+    m: Float[Array, "*B N D"] | None,
+    *,
+    power: int = 1,
+    strict: bool = False,
+    implementation: str | None = None,
+    chunk_size: int | None = None,
+    precision: lax.PrecisionLike = None,
+) -> Results:
+    """Returns o_t = sum_{s <= t} w(t, s) (q_t . k_s) v_s + b_t q_t P and the final state.
+
+    With w(t, s) the product of exp(power log_decay) over s < u <= t, and b_t over u <= t. Where `w`
+    is given (with `m`), the row mass z, the same sum over `w` in place of `v`, comes from the same
+    pass. `strict` sums over s < t. Heads: N, the larger of Hk and Hv, states; Hk and Hv are N or K.
+
+    The arithmetic is in P's dtype, and so are the results.
+    """
+    x = Operands(q, k, v, w, log_decay, P, m)
+    P, m = vary_like((P, m), x)  # they enter a loop's carry
+    x = x._replace(P=P, m=m)
+    T = q.shape[-3]
+    if T == 0:
+        z = None if m is None else jnp.zeros(q.shape[:-1], P.dtype)
+        return Results(jnp.zeros(q.shape[:-1] + v.shape[-1:], P.dtype), z, P, m)
+    options: dict[str, Any] = dict(power=power, strict=strict, precision=precision)
+    chunk_size = min(T, chunk_size or CHUNK_SIZE)
+    match implementation:
+        case None | "xla":
+            return chunked(x, Options(chunk_size=chunk_size, **options))
+        case "associative":
+            return _batched.forward(
+                x, starts=_batched.associative_starts, chunk_size=chunk_size, **options
+            )
+        case "serial":
+            return _plain.serial(x, **options)
+        case "quadratic":
+            return _plain.quadratic(x, **options)
+        case "pallas":
+            raise ValueError(
+                'implementation="pallas" has no kernel yet; "xla" computes the same numbers'
+            )
+        case _:
+            raise ValueError(
+                f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+            )

@@ -1,0 +1,168 @@
+"""Text from a language model: one parallel pass over the prompt, then one step a token."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from hla_jax._types import Array, Mask
+from hla_jax.models.transformer import TransformerLM
+
+
+def generate(
+    model: TransformerLM,
+    prompt: Int[Array, "B T"],
+    *,
+    max_new_tokens: int,
+    key: jax.Array | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_token: int | None = None,
+    prompt_mask: Mask | None = None,
+) -> Int[jax.Array, "B max_new_tokens"]:
+    """Continues each row of the prompt.
+
+    The prompt is padded to a power of two of at least 16 tokens, and the padding masked out, so that
+    prompts of many lengths share one compilation.
+
+    Args:
+        model: the language model.
+        prompt: tokens, [B, T] with T >= 1.
+        max_new_tokens: how many tokens to add.
+        key: of the random choices; temperature=0 needs none.
+        temperature: what logits are divided by; 0 takes the most likely token.
+        top_k: choose among the k most likely tokens only.
+        top_p: choose among the fewest most likely tokens whose probabilities reach p.
+        stop_token: once a row has chosen it, the rest of the row is filled with it.
+        prompt_mask: True at real tokens, [B, T], for prompts of several lengths: padding may be anywhere,
+            but each row needs a real token.
+
+    Returns:
+        The new tokens, [B, max_new_tokens], int32.
+
+    Raises:
+        ValueError: an argument does not fit, or prompt and new tokens are more than a KV cache holds.
+
+    References:
+        Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv 1904.09751), section 3.1,
+        for top_p; Fan et al., "Hierarchical Neural Story Generation" (arXiv 1805.04833), for top_k.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from hla_jax.models import TransformerLM
+        >>> model = TransformerLM(256, num_layers=1, num_heads=2, features=16, rngs=nnx.Rngs(0))
+        >>> prompt = jnp.array([[72, 105]])
+        >>> print(generate(model, prompt, max_new_tokens=5, temperature=0).shape)
+        (1, 5)
+    """
+    prompt = jnp.asarray(prompt, jnp.int32)
+    if prompt.ndim != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt must be [B, T] with T >= 1; got {prompt.shape}")
+    mask = jnp.ones(prompt.shape, bool) if prompt_mask is None else jnp.asarray(prompt_mask)
+    if mask.shape != prompt.shape or mask.dtype != bool:
+        raise ValueError(f"prompt_mask must be bool {prompt.shape}; got {mask.dtype} {mask.shape}")
+    if not isinstance(mask, jax.core.Tracer) and not mask.any(1).all():
+        raise ValueError("prompt_mask must have a real token in each row; a row is all padding")
+    if key is None and (isinstance(temperature, jax.core.Tracer) or temperature != 0):
+        raise ValueError(f"key must be given unless temperature=0; got temperature={temperature}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1; got {max_new_tokens}")
+    T = prompt.shape[1]
+    if model.max_length is not None and T + max_new_tokens > model.max_length:
+        raise ValueError(
+            f"prompt and max_new_tokens are {T} + {max_new_tokens} tokens, more than the model's "
+            f"max_length={model.max_length}"
+        )
+    bucket = max(16, 1 << (T - 1).bit_length())
+    left = ((0, 0), (bucket - T, 0))
+    graph, params = nnx.split(model)
+    return _generate(
+        graph,
+        params,
+        jnp.pad(prompt, left),
+        jnp.pad(mask, left),
+        jax.random.key(0) if key is None else key,
+        temperature,
+        top_p,
+        max_new_tokens=max_new_tokens,
+        top_k=top_k,
+        stop_token=stop_token,
+    )
+
+
+def sample(
+    logits: Float[Array, "*B V"],
+    key: jax.Array,
+    *,
+    temperature: float | jax.Array = 1.0,
+    top_k: int | None = None,
+    top_p: float | jax.Array | None = None,
+) -> Int[jax.Array, "*B"]:
+    """Chooses a token from each row of logits; the arguments are those of `generate`.
+
+    Raises:
+        ValueError: top_k is not in 1..V.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> print(sample(jnp.array([0.0, 2.0, 1.0]), jax.random.key(0), top_k=1))
+        1
+    """
+    if top_k is not None and not 1 <= top_k <= logits.shape[-1]:
+        raise ValueError(f"top_k must be in 1..{logits.shape[-1]}; got {top_k}")
+    logits = logits.astype(jnp.float32)
+    scaled = logits / jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
+    scaled = jnp.where(temperature > 0, scaled, logits)
+    if top_k is not None:
+        least = jax.lax.top_k(scaled, top_k)[0][..., -1:]
+        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
+    if top_p is not None:
+        ordered = jnp.sort(scaled, axis=-1, descending=True)
+        before = jnp.cumsum(jax.nn.softmax(ordered), axis=-1) - jax.nn.softmax(ordered)
+        kept = (before < top_p).at[..., 0].set(True)
+        least = jnp.where(kept, ordered, jnp.inf).min(-1, keepdims=True)
+        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
+    choice = jax.random.categorical(key, scaled)
+    return jnp.where(temperature > 0, choice, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+
+
+@partial(jax.jit, static_argnames=("graph", "max_new_tokens", "top_k", "stop_token"))
+def _generate(
+    graph: nnx.GraphDef[TransformerLM],
+    params: Any,
+    prompt: jax.Array,
+    mask: jax.Array,
+    key: jax.Array,
+    temperature: float,
+    top_p: float | None,
+    *,
+    max_new_tokens: int,
+    top_k: int | None,
+    stop_token: int | None,
+) -> jax.Array:
+    model = nnx.merge(graph, params)
+    choose = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
+    keys = jax.random.split(key, max_new_tokens)
+
+    x, state = model.features(prompt, mask=mask)
+    last = jnp.max(jnp.where(mask, jnp.arange(mask.shape[1]), 0), axis=1)
+    x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    first = choose(model.logits(x), keys[0])
+
+    def step(
+        carry: tuple[Any, jax.Array], key: jax.Array
+    ) -> tuple[tuple[Any, jax.Array], jax.Array]:
+        state, token = carry
+        logits, state = model(token[:, None], state)
+        new = choose(logits[:, 0], key)
+        if stop_token is not None:
+            new = jnp.where(token == stop_token, stop_token, new)
+        return (state, new), new
+
+    _, rest = jax.lax.scan(step, (state, first), keys[1:])
+    return jnp.concatenate([first[:, None], rest.T], axis=1)

@@ -1,0 +1,258 @@
+"""What all token-mixing layers share: projections, heads, norms, positions and the call protocol."""
+
+from typing import Any, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from hla_jax._types import Array, Keys, Mask, Outputs, Queries, SegmentIds, Values
+from hla_jax.attention import segment_numbers
+from hla_jax.nn.rotary import rotary
+
+
+class MixerState(NamedTuple):
+    """What a layer remembers of the tokens it has seen.
+
+    Attributes:
+        memory: the operator's state, or the KV cache.
+        position: the next token's position, int32 [B]: how many unmasked tokens its row's segment has so
+            far. None in a layer that does not use positions.
+    """
+
+    memory: Any
+    position: Int[Array, " B"] | None
+
+
+class Tokens(NamedTuple):
+    """What a call knows about its tokens besides their features."""
+
+    mask: Mask | None
+    segment_ids: SegmentIds | None
+    positions: Int[Array, "B T"] | None
+
+
+class MixerOptions(TypedDict, total=False):
+    """The options of every layer, see `Mixer`."""
+
+    num_kv_heads: int | None
+    head_dim: int | None
+    value_head_dim: int | None
+    qk_norm: bool
+    output_norm: bool
+    rotary: bool
+    rotary_base: float
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
+
+
+class Mixer(nnx.Module):
+    """The shared part of the layers; a subclass says how heads are mixed and what its memory is.
+
+    A token whose mask is False changes no other output and no state, does not advance the positions,
+    and gets output 0, whatever it contains. Each segment is computed as if it were alone: positions count
+    the unmasked tokens since the segment's start. A given state continues the row's first segment, and
+    the returned one is the last segment's.
+
+    Args:
+        num_heads: H, query heads.
+        in_features: F, features of input and output.
+        num_kv_heads: K, a divisor of H (default H).
+        head_dim: D, width of queries and keys (default F // H).
+        value_head_dim: E, width of values (default D).
+        qk_norm: whether each query and key is normalised to a root mean square of 1 (times a learned
+            gain per channel), before rotary positions and feature maps. With the factor D ** -0.5 of the
+            affinities, these are then of order 1.
+        output_norm: whether each head's output is normalised so. Sums of two or three affinities grow
+            with the number of tokens; this takes their scale away.
+        rotary: whether queries and keys are rotated by their positions (`rotary`).
+        rotary_base: its base.
+        dtype: of the computation; None means the promotion of inputs and parameters.
+        param_dtype: of the parameters.
+        rngs: the source of the initial parameters.
+
+    Raises:
+        ValueError: num_kv_heads does not divide num_heads, or a size is not positive.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        qk_norm: bool = True,
+        output_norm: bool = True,
+        rotary: bool = True,
+        rotary_base: float = 10_000.0,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        H, K = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+        if H < 1 or K < 1 or H % K:
+            raise ValueError(f"num_kv_heads must divide num_heads={H}; got {K}")
+        if head_dim is None and in_features % H:
+            raise ValueError(
+                f"num_heads={H} must divide in_features={in_features}, or give head_dim"
+            )
+        D = in_features // H if head_dim is None else head_dim
+        E = D if value_head_dim is None else value_head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = H, K, D, E
+        self.in_features = in_features
+        self.rotary, self.rotary_base = rotary, rotary_base
+        self.dtype, self.param_dtype = dtype, param_dtype
+
+        def linear(features_in: int, features_out: int) -> nnx.Linear:
+            return nnx.Linear(
+                features_in,
+                features_out,
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+
+        def norm(features: int, wanted: bool) -> nnx.RMSNorm | None:
+            if not wanted:
+                return None
+            return nnx.RMSNorm(features, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+        self.query = linear(in_features, H * D)
+        self.key = linear(in_features, K * D)
+        self.value = linear(in_features, K * E)
+        self.out = linear(H * E, in_features)
+        self.query_norm, self.key_norm = norm(D, qk_norm), norm(D, qk_norm)
+        self.output_norm = norm(E, output_norm)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T F"],
+        state: MixerState | None = None,
+        mask: Mask | None = None,
+        segment_ids: SegmentIds | None = None,
+    ) -> tuple[Float[Array, "B T F"], MixerState]:
+        """Mixes the tokens; T = 1 with a state is a decoding step.
+
+        Args:
+            x: features, [B, T, F].
+            state: what came before; None means nothing.
+            mask: True at real tokens, [B, T]; None means everywhere.
+            segment_ids: integers, [B, T]: a segment starts where the id of an unmasked token differs from
+                that of the last unmasked token.
+
+        Returns:
+            y: mixed features, [B, T, F].
+            state: after the last token.
+
+        Raises:
+            ValueError: a shape or dtype does not fit.
+        """
+        x = jnp.asarray(x)
+        mask, segment_ids = self._check(x, mask, segment_ids)
+        if mask is not None:
+            x = jnp.where(mask[..., None], x, 0)  # so that nothing it holds meets a gradient
+        memory, start = (None, None) if state is None else state
+        positions = position = None
+        if self.uses_positions:
+            start = jnp.zeros(x.shape[:1], jnp.int32) if start is None else start
+            positions, position = count_positions(x.shape[:2], start, mask, segment_ids)
+        q, k, v = self._project(x, positions)
+        o, memory = self._mix(x, q, k, v, memory, Tokens(mask, segment_ids, positions))
+        if self.output_norm is not None:
+            o = self.output_norm(o)
+        y = self.out(o.reshape(*x.shape[:2], self.num_heads * self.value_head_dim))
+        if mask is not None:
+            y = jnp.where(mask[..., None], y, 0)
+        return y, MixerState(memory, position)
+
+    def init_state(self, batch_size: int) -> MixerState:
+        """Returns the state before any token, for `batch_size` rows."""
+        position = jnp.zeros((batch_size,), jnp.int32) if self.uses_positions else None
+        return MixerState(self._init_memory(batch_size), position)
+
+    @property
+    def uses_positions(self) -> bool:
+        return self.rotary
+
+    def _mix(
+        self, x: jax.Array, q: Queries, k: Keys, v: Values, memory: Any, tokens: Tokens
+    ) -> tuple[Outputs, Any]:
+        raise NotImplementedError
+
+    def _init_memory(self, batch_size: int) -> Any:
+        raise NotImplementedError
+
+    def _project(
+        self, x: jax.Array, positions: Int[Array, "B T"] | None
+    ) -> tuple[Queries, Keys, Values]:
+        q = self.query(x).reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        k = self.key(x).reshape(*x.shape[:2], self.num_kv_heads, self.head_dim)
+        v = self.value(x).reshape(*x.shape[:2], self.num_kv_heads, self.value_head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.rotary:
+            q, k = (rotary(a, positions, base=self.rotary_base) for a in (q, k))
+        return q, k, v
+
+    def _check(
+        self, x: jax.Array, mask: Mask | None, segment_ids: SegmentIds | None
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        if x.ndim != 3 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x must be [B, T, F] with F={self.in_features}; got {x.shape}")
+        mask = None if mask is None else jnp.asarray(mask)
+        segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+        for name, given, kind in (
+            ("mask", mask, jnp.bool_),
+            ("segment_ids", segment_ids, jnp.integer),
+        ):
+            if given is not None and (
+                given.shape != x.shape[:2] or not jnp.issubdtype(given.dtype, kind)
+            ):
+                raise ValueError(
+                    f"{name} must be {kind.__name__} {x.shape[:2]}; got {given.dtype} {given.shape}"
+                )
+        return mask, segment_ids
+
+
+def count_positions(
+    shape: tuple[int, ...],
+    start: Int[Array, " B"],
+    mask: Mask | None = None,
+    segment_ids: SegmentIds | None = None,
+) -> tuple[Int[jax.Array, "B T"], Int[jax.Array, " B"]]:
+    """Counts the unmasked tokens of each token's segment before it.
+
+    Args:
+        shape: (B, T).
+        start: how many the row's first segment has already, [B].
+        mask: True at real tokens, [B, T].
+        segment_ids: integers, [B, T].
+
+    Returns:
+        positions: int32 [B, T]; what masked tokens get has no meaning.
+        position: that of the token after the last, int32 [B].
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> ids = jnp.array([[0, 0, 1, 1]])
+        >>> print(*count_positions((1, 4), jnp.array([5]), None, ids))
+        [[5 6 0 1]] [2]
+    """
+    if shape[1] == 0:
+        return jnp.zeros(shape, jnp.int32), start
+    real = jnp.ones(shape, bool) if mask is None else mask
+    before = jnp.cumsum(real, axis=1, dtype=jnp.int32) - real
+    offset = -start[
+        :, None
+    ]  # what `before` would have been at the start of the row's first segment
+    if segment_ids is not None:
+        number = segment_numbers(segment_ids, real)
+        starts = number != jnp.roll(number, 1, axis=1).at[:, 0].set(0)
+        offset = jax.lax.cummax(jnp.where(starts, before, offset), axis=1)
+    positions = before - offset
+    return positions, positions[:, -1] + real[:, -1]

@@ -1,0 +1,310 @@
+"""The layers whose state does not grow: linear attention and its higher orders."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from hla_jax import feature_maps, ops
+from hla_jax._types import FeatureMaps, Keys, Outputs, Queries, Values
+from hla_jax.nn.mixer import Mixer, MixerOptions, Tokens
+
+Decay = Literal["learned"] | float | Sequence[float] | None
+
+
+class RecurrentOptions(MixerOptions, total=False):
+    """The options of every layer in this file, see `Recurrent`."""
+
+    decay: Decay
+    implementation: str | None
+    chunk_size: int | None
+    precision: jax.lax.PrecisionLike
+
+
+class Recurrent(Mixer):
+    """A layer around an operator that has a step: the shared part of the layers below.
+
+    Every affinity is multiplied by D ** -0.5.
+
+    Args:
+        num_heads: see `Mixer`.
+        in_features: see `Mixer`.
+        operator_options: what this layer passes to its operator, and to the operator's step.
+        decay: how much of the state a token keeps, in (0, 1]. None: all of it. A number, or one per kv
+            head: that much. "learned": exp(-softplus(w . x + b)), per token and kv head; at first the heads
+            forget over 2 to 512 tokens.
+        implementation: the operator's, for more than one token.
+        chunk_size: the operator's.
+        precision: the operator's.
+        rngs: see `Mixer`.
+        **options: see `Mixer`.
+
+    Raises:
+        ValueError: an option does not fit.
+    """
+
+    operator: ClassVar[Callable[..., Any]]
+    operator_step: ClassVar[Callable[..., Any]]
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        operator_options: dict[str, Any],
+        decay: Decay = None,
+        implementation: str | None = None,
+        chunk_size: int | None = None,
+        precision: jax.lax.PrecisionLike = None,
+        rngs: nnx.Rngs,
+        **options: Unpack[MixerOptions],
+    ):
+        super().__init__(num_heads, in_features, rngs=rngs, **options)
+        # Tuples of pairs rather than dicts: a layer's static part must be hashable.
+        self.step_options = (
+            *operator_options.items(),
+            ("scale", self.head_dim**-0.5),
+            ("precision", precision),
+        )
+        self.engine = (("implementation", implementation), ("chunk_size", chunk_size))
+        if isinstance(decay, str) and decay != "learned":
+            raise ValueError(f"decay must be 'learned', numbers in (0, 1] or None; got {decay!r}")
+        learned = isinstance(decay, str)
+        self.decay = _decay_logits(self, rngs) if learned else None
+        self.log_decay = None if learned or decay is None else _logs(decay, self.num_kv_heads)
+
+    def _mix(
+        self, x: jax.Array, q: Queries, k: Keys, v: Values, memory: Any, tokens: Tokens
+    ) -> tuple[Outputs, Any]:
+        log_decay = None if self.log_decay is None else jnp.asarray(self.log_decay, jnp.float32)
+        if self.decay is not None:
+            log_decay = -jax.nn.softplus(self.decay(x))
+        options = dict(self.step_options)
+        if x.shape[1] == 1 and memory is not None:  # a single token continues its segment
+            token = [a[:, 0] for a in (q, k, v)]
+            if self.decay is not None:
+                log_decay = log_decay[:, 0]
+            mask = None if tokens.mask is None else tokens.mask[:, 0]
+            o, memory = type(self).operator_step(
+                *token, memory, log_decay=log_decay, mask=mask, **options
+            )
+            return o[:, None], memory
+        return type(self).operator(
+            q,
+            k,
+            v,
+            log_decay=log_decay,
+            mask=tokens.mask,
+            segment_ids=tokens.segment_ids,
+            initial_state=memory,
+            **options,
+            **dict(self.engine),
+        )
+
+    def _init_memory(self, batch_size: int) -> Any:
+        H, K, D, E = self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
+        dtype = self.dtype or self.param_dtype
+
+        def run() -> Any:
+            q, k, v = (
+                jnp.zeros((batch_size, 0, *heads), dtype) for heads in ((H, D), (K, D), (K, E))
+            )
+            return type(self).operator(q, k, v, **dict(self.step_options))[1]
+
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run))
+
+
+def _logs(decay: float | Sequence[float], num_kv_heads: int) -> tuple[float, ...]:
+    kept = np.asarray(decay, np.float64)
+    if kept.shape not in ((), (num_kv_heads,)) or not ((kept > 0) & (kept <= 1)).all():
+        raise ValueError(f"decay must be in (0, 1], one number or {num_kv_heads}; got {decay}")
+    return tuple(np.broadcast_to(np.log(kept), (num_kv_heads,)).tolist())
+
+
+def _decay_logits(layer: Mixer, rngs: nnx.Rngs) -> nnx.Linear:
+    """The projection z with decay exp(-softplus(z)), in float32 at least: a decay near 1 needs its digits."""
+
+    def spread(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Float[jax.Array, " K"]:
+        rate = jnp.geomspace(1 / 2, 1 / 512, shape[0], dtype=dtype)
+        return jnp.log(jnp.expm1(rate))
+
+    return nnx.Linear(
+        layer.in_features,
+        layer.num_kv_heads,
+        bias_init=spread,
+        dtype=jnp.promote_types(layer.dtype or jnp.float32, jnp.float32),
+        param_dtype=layer.param_dtype,
+        rngs=rngs,
+    )
+
+
+class LinearAttention(Recurrent):
+    """Linear attention as a layer, o_t = sum_{s <= t} (phi(q_t) . phi(k_s)) v_s, by default normalised.
+
+    Args:
+        num_heads: see `Mixer`.
+        in_features: see `Mixer`.
+        feature_map: phi, see `hla_jax.linear_attention`; applied after rotary positions.
+        normalize: whether to divide by the sum of the affinities.
+        rngs: see `Mixer`.
+        **options: see `Recurrent` and `Mixer`.
+
+    References:
+        Katharopoulos et al., "Transformers are RNNs" (arXiv 2006.16236), section 3.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> layer = LinearAttention(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((1, 5, 8)))
+        >>> print(y.shape, state.memory.kv.shape, state.position)
+        (1, 5, 8) (1, 2, 4, 4) [5]
+    """
+
+    operator = staticmethod(ops.linear_attention)
+    operator_step = staticmethod(ops.linear_attention_step)
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        feature_map: FeatureMaps = feature_maps.elu_plus_one,
+        normalize: bool = True,
+        rngs: nnx.Rngs,
+        **options: Unpack[RecurrentOptions],
+    ):
+        chosen = dict(feature_map=feature_map, normalize=normalize)
+        super().__init__(num_heads, in_features, operator_options=chosen, rngs=rngs, **options)
+
+
+class HLA2(Recurrent):
+    """Second-order attention as a layer: sums (q_t . k_i)(k_i . q_j) v_j over i <= j <= t.
+
+    Args:
+        num_heads: see `Mixer`.
+        in_features: see `Mixer`.
+        masked: False lets i run past j, up to t.
+        ridge: adds this many times (q_t . q_j) v_j.
+        feature_map: see `hla_jax.hla2`.
+        normalize: see `hla_jax.hla2`; wants a positive feature map.
+        rngs: see `Mixer`.
+        **options: see `Recurrent` and `Mixer`.
+
+    References:
+        Zhang et al., "Higher-order Linear Attention" (arXiv 2510.27258), section 3.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> layer = HLA2(num_heads=2, in_features=8, decay="learned", rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((1, 5, 8)))
+        >>> y, state = layer(jnp.ones((1, 1, 8)), state)
+        >>> print(y.shape, state.memory.kk.shape, state.memory.f.shape, state.position)
+        (1, 1, 8) (1, 2, 4, 4) (1, 2, 4, 4) [6]
+    """
+
+    operator = staticmethod(ops.hla2)
+    operator_step = staticmethod(ops.hla2_step)
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        masked: bool = True,
+        ridge: float = 0.0,
+        feature_map: FeatureMaps = None,
+        normalize: bool = False,
+        rngs: nnx.Rngs,
+        **options: Unpack[RecurrentOptions],
+    ):
+        chosen = dict(masked=masked, ridge=ridge, feature_map=feature_map, normalize=normalize)
+        super().__init__(num_heads, in_features, operator_options=chosen, rngs=rngs, **options)
+
+
+class AHLA(Recurrent):
+    """Asymmetric second-order attention as a layer: sums (q_t . k_i)(q_i . k_j) v_j over j <= i <= t.
+
+    Args:
+        num_heads: see `Mixer`.
+        in_features: see `Mixer`.
+        feature_map: see `hla_jax.ahla`.
+        normalize: see `hla_jax.ahla`; wants a positive feature map.
+        rngs: see `Mixer`.
+        **options: see `Recurrent` and `Mixer`.
+
+    References:
+        Zhang et al., "Higher-order Linear Attention" (arXiv 2510.27258), section 6.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> layer = AHLA(num_heads=2, in_features=8, num_kv_heads=1, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((1, 5, 8)))
+        >>> print(y.shape, state.memory.kv.shape, state.memory.e.shape)
+        (1, 5, 8) (1, 1, 4, 4) (1, 2, 4, 4)
+    """
+
+    operator = staticmethod(ops.ahla)
+    operator_step = staticmethod(ops.ahla_step)
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        feature_map: FeatureMaps = None,
+        normalize: bool = False,
+        rngs: nnx.Rngs,
+        **options: Unpack[RecurrentOptions],
+    ):
+        chosen = dict(feature_map=feature_map, normalize=normalize)
+        super().__init__(num_heads, in_features, operator_options=chosen, rngs=rngs, **options)
+
+
+class HLA3(Recurrent):
+    """Third-order attention as a layer: sums (q_t . k_i)(k_i . q_u)(q_u . k_j) v_j over i, j <= u <= t.
+
+    Args:
+        num_heads: see `Mixer`.
+        in_features: see `Mixer`.
+        variant: "masked", "unmasked" or "published", see `hla_jax.hla3`.
+        feature_map: see `hla_jax.hla3`.
+        normalize: see `hla_jax.hla3`; wants a positive feature map.
+        rngs: see `Mixer`.
+        **options: see `Recurrent` and `Mixer`.
+
+    References:
+        Zhang et al., "Higher-order Linear Attention" (arXiv 2510.27258), section 7.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> layer = HLA3(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((1, 5, 8)))
+        >>> print(y.shape, state.memory.f.shape)
+        (1, 5, 8) (1, 2, 4, 4)
+    """
+
+    operator = staticmethod(ops.hla3)
+    operator_step = staticmethod(ops.hla3_step)
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        variant: Literal["masked", "unmasked", "published"] = "masked",
+        feature_map: FeatureMaps = None,
+        normalize: bool = False,
+        rngs: nnx.Rngs,
+        **options: Unpack[RecurrentOptions],
+    ):
+        chosen = dict(variant=variant, feature_map=feature_map, normalize=normalize)
+        super().__init__(num_heads, in_features, operator_options=chosen, rngs=rngs, **options)

@@ -1,0 +1,41 @@
+"""Rotary positions."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from hla_jax._types import Array
+
+
+def rotary(
+    x: Float[Array, "*B T H D"], positions: Int[Array, "*B T"], *, base: float = 10_000.0
+) -> Float[jax.Array, "*B T H D"]:
+    r"""Rotates channel i together with channel i + D // 2 by the angle position * base^(-i / (D // 2)).
+
+    The product of a query and a key rotated so depends on their positions' difference alone. Each affinity
+    of a higher-order operator is such a product, so this holds for all operators here.
+
+    Args:
+        x: queries or keys, [*B, T, H, D]. If D is odd its last channel is left as it is.
+        positions: the tokens' positions, [*B, T].
+        base: the larger, the slower the last channels turn.
+
+    Returns:
+        The rotated queries or keys, in x's shape and dtype.
+
+    References:
+        Su et al., "RoFormer" (arXiv 2104.09864), section 3.2.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jnp.array([1.0, 0.0]).reshape(1, 1, 2)
+        >>> print(rotary(x, jnp.array([1])).ravel())
+        [0.5403023  0.84147096]
+    """
+    half = x.shape[-1] // 2
+    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / max(half, 1))
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies  # [*B, T, 1, D // 2]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1)

@@ -1,0 +1,153 @@
+"""Softmax attention as a layer; its state is a preallocated KV cache."""
+
+from typing import NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float
+
+from hla_jax._types import Array, Keys, Outputs, Queries, Values
+from hla_jax.attention.segments import segment_numbers
+from hla_jax.attention.softmax import attend, softmax_attention
+from hla_jax.nn.mixer import Mixer, MixerOptions, Tokens
+
+
+class KVCache(NamedTuple):
+    """The keys and values of each row's current segment: the token at position p is in slot p.
+
+    Attributes:
+        k: [B, M, K, D], M the layer's max_length.
+        v: [B, M, K, E].
+    """
+
+    k: Float[Array, "B M K D"]
+    v: Float[Array, "B M K E"]
+
+
+class SoftmaxAttention(Mixer):
+    """Causal softmax attention with a KV cache: the layer that the others are compared with.
+
+    The cache holds `max_length` positions. A token past them is an error where its position is known
+    while Python runs (outside jit, or by its static length); inside jit its output is NaN, so that it
+    cannot go unnoticed, and no other token is touched.
+
+    Args:
+        num_heads: see `Mixer`.
+        in_features: see `Mixer`.
+        max_length: M, how many unmasked tokens a segment may have.
+        rngs: see `Mixer`.
+        **options: see `Mixer`; output_norm is off by default.
+
+    Raises:
+        ValueError: an option does not fit, or (from calls) a position is past max_length.
+
+    References:
+        Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 3.2.2.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> layer = SoftmaxAttention(num_heads=2, in_features=8, max_length=4, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((1, 3, 8)))
+        >>> y, state = layer(jnp.ones((1, 1, 8)), state)
+        >>> print(y.shape, state.memory.k.shape, state.position)
+        (1, 1, 8) (1, 4, 2, 4) [4]
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        max_length: int = 2048,
+        rngs: nnx.Rngs,
+        **options: Unpack[MixerOptions],
+    ):
+        if max_length < 1:
+            raise ValueError(f"max_length must be at least 1; got {max_length}")
+        super().__init__(
+            num_heads, in_features, rngs=rngs, **MixerOptions(output_norm=False) | options
+        )
+        self.max_length = max_length
+
+    @property
+    def uses_positions(self) -> bool:
+        return True  # the cache needs them
+
+    def _mix(
+        self,
+        x: jax.Array,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        memory: KVCache | None,
+        tokens: Tokens,
+    ) -> tuple[Outputs, KVCache]:
+        mask, segment_ids, positions = tokens
+        self._check_length(tokens)
+        old = self._init_memory(len(x), k.dtype) if memory is None else memory
+        number = None if segment_ids is None else segment_numbers(segment_ids, mask)
+        cache = self._write(old, k, v, tokens, number)
+
+        if memory is None:
+            o = softmax_attention(q, k, v, mask=mask, segment_ids=segment_ids)
+        elif number is None:
+            visible = jnp.arange(self.max_length) <= positions[..., None]
+            o = attend(q, cache.k, cache.v, visible)
+        else:  # what an earlier segment needs is not in the new cache
+            T = x.shape[1]
+            stored = jnp.arange(self.max_length) < positions[:, :1, None]
+            own = jnp.tri(T, dtype=bool) & (number[:, :, None] == number[:, None, :])
+            if mask is not None:
+                own &= mask[:, None, :]
+            visible = jnp.concatenate([stored & (number == 0)[..., None], own], axis=-1)
+            o = attend(
+                q,
+                jnp.concatenate([old.k, k.astype(old.k.dtype)], axis=1),
+                jnp.concatenate([old.v, v.astype(old.v.dtype)], axis=1),
+                visible,
+            )
+        o = o.astype(v.dtype)
+        if memory is not None or x.shape[1] > self.max_length:
+            past = positions >= self.max_length
+            o = jnp.where((past if mask is None else past & mask)[..., None, None], jnp.nan, o)
+        return o, cache
+
+    def _init_memory(self, batch_size: int, dtype: jnp.dtype | None = None) -> KVCache:
+        dtype = dtype or self.dtype or self.param_dtype
+        rows = (batch_size, self.max_length, self.num_kv_heads)
+        return KVCache(
+            jnp.zeros((*rows, self.head_dim), dtype), jnp.zeros((*rows, self.value_head_dim), dtype)
+        )
+
+    def _write(
+        self, cache: KVCache, k: Keys, v: Values, tokens: Tokens, number: jax.Array | None
+    ) -> KVCache:
+        """Puts the last segment's tokens into the slots of their positions."""
+        keep = tokens.positions < self.max_length
+        if tokens.mask is not None:
+            keep &= tokens.mask
+        if number is not None:
+            keep &= number == number[:, -1:]
+        slots = jnp.where(keep, tokens.positions, self.max_length)  # past the end: dropped
+        rows = jnp.arange(len(k))[:, None]
+        return KVCache(
+            *(
+                old.at[rows, slots].set(new.astype(old.dtype), mode="drop")
+                for old, new in zip(cache, (k, v), strict=True)
+            )
+        )
+
+    def _check_length(self, tokens: Tokens) -> None:
+        mask, segment_ids, positions = tokens
+        if not isinstance(positions, jax.core.Tracer) and not isinstance(mask, jax.core.Tracer):
+            real = positions if mask is None else jnp.where(mask, positions, -1)
+            length = int(real.max(initial=-1)) + 1
+        else:
+            length = positions.shape[1] if mask is None and segment_ids is None else 0
+        if length > self.max_length:
+            raise ValueError(
+                f"the KV cache holds max_length={self.max_length} positions; got a token at position "
+                f"{length - 1}"
+            )

@@ -1,0 +1,28 @@
+"""What the tests share."""
+
+from typing import Any
+
+import numpy as np
+from beartype import BeartypeConf, beartype
+
+# The run-time type checker: an int will do where a float is asked for, as PEP 484 has it.
+typechecked = beartype(conf=BeartypeConf(is_pep484_tower=True))
+
+
+def rms_error(actual: Any, reference: Any) -> float:
+    """RMS(actual - reference) / RMS(reference), in float64.
+
+    RMS(actual - reference) where the reference is all zero; inf where either holds a NaN or an
+    infinity; 0 where both are empty.
+    """
+    actual = np.asarray(actual).astype(np.float64)
+    reference = np.asarray(reference).astype(np.float64)
+    if actual.shape != reference.shape:
+        raise ValueError(f"actual has shape {actual.shape}, reference {reference.shape}")
+    if not (np.isfinite(actual).all() and np.isfinite(reference).all()):
+        return float("inf")
+    if actual.size == 0:
+        return 0.0
+    error = np.sqrt(np.mean(np.square(actual - reference)))
+    size = np.sqrt(np.mean(np.square(reference)))
+    return float(error / size) if size > 0 else float(error)

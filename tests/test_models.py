@@ -1,0 +1,174 @@
+"""The language model learns, and `generate` writes what stepping through it by hand would."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import rms_error
+
+from hla_jax import nn
+from hla_jax.models import TransformerLM, generate, sample
+
+V = 8
+
+
+def make(mixer="hla2", **more):
+    sizes = dict(num_layers=1, num_heads=2, features=16, mlp_features=32)
+    return TransformerLM(V, mixer=mixer, rngs=nnx.Rngs(0), **sizes | more)
+
+
+def random_tokens(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(V, size=shape), jnp.int32)
+
+
+@nnx.jit
+def call(model, tokens, state=None, mask=None):
+    return model(tokens, state, mask)
+
+
+@pytest.mark.parametrize("mixer", ["linear", "hla2", "ahla", "hla3", "softmax"])
+def test_every_mixer_learns_to_repeat_what_it_has_seen(mixer):
+    """Rows repeat 4 random tokens. Unigram loss is log 8 = 2.08 nats, the best 4/15 of it: 0.55."""
+    model = make(mixer, features=32)
+    graph, params = nnx.split(model)
+    optimiser = optax.adamw(2e-2)
+
+    def step(carry, key):
+        params, state = carry
+        tokens = jnp.tile(jax.random.randint(key, (16, 4), 0, V), (1, 4))
+
+        def loss(params):
+            logits, _ = nnx.merge(graph, params)(tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        change, state = optimiser.update(gradient, state, params)
+        return (optax.apply_updates(params, change), state), value
+
+    @jax.jit
+    def train(params):
+        keys = jax.random.split(jax.random.key(0), 150)
+        return jax.lax.scan(step, (params, optimiser.init(params)), keys)[1]
+
+    losses = np.asarray(train(params))
+    assert np.isfinite(losses).all()
+    assert losses[-10:].mean() < 0.8
+
+
+def test_padding_may_hold_any_token_and_changes_no_logits():
+    model, tokens = make(), random_tokens(1, 5)
+    mask = jnp.array([[0, 1, 1, 0, 1, 1, 1, 0]], bool)
+    padded = jnp.full(mask.shape, -1000).at[mask].set(tokens[0])
+    logits, state = call(model, padded, None, mask)
+    want, last = call(model, tokens)
+    assert np.isfinite(logits).all()
+    assert rms_error(logits[mask], want[0]) < 1e-5
+    jax.tree.map(lambda a, b: rms_error(a, b) < 1e-5 or pytest.fail(f"{a} != {b}"), state, last)
+
+
+def greedy(model, prompt, n):
+    """Each token by a whole forward pass over a row padded on the right."""
+    row, out = list(prompt), []
+    for _ in range(n):
+        tokens = jnp.array([row + [0] * (16 - len(row))])
+        out.append(int(call(model, tokens)[0][0, len(row) - 1].argmax()))
+        row.append(out[-1])
+    return out
+
+
+@pytest.mark.parametrize("mixer", ["hla2", "softmax"])
+def test_ragged_prompts_are_continued_as_if_alone(mixer):
+    model = make(mixer)
+    prompts = [[1, 2, 3, 4, 5], [6, 7], [3]]
+    batch = jnp.array([[1, 2, 3, 4, 5], [0, 6, 0, 7, 0], [3, 0, 0, 0, 0]])
+    mask = jnp.array([[1, 1, 1, 1, 1], [0, 1, 0, 1, 0], [1, 0, 0, 0, 0]], bool)
+    got = generate(model, batch, prompt_mask=mask, max_new_tokens=6, temperature=0)
+    assert got.tolist() == [greedy(model, prompt, 6) for prompt in prompts]
+
+
+def test_prompts_of_a_bucket_share_one_compilation():
+    model = make()
+    compiled = importlib.import_module("hla_jax.models.generate")._generate
+    compiled.clear_cache()
+    for T, temperature in ((1, 0.5), (5, 0.0), (16, 2.0)):
+        generate(
+            model,
+            random_tokens(1, T),
+            max_new_tokens=2,
+            key=jax.random.key(T),
+            temperature=temperature,
+        )
+    assert compiled._cache_size() == 1
+
+
+def test_the_row_is_filled_once_it_has_stopped():
+    model, prompt = make(), random_tokens(4, 3)
+    options = dict(max_new_tokens=12, key=jax.random.key(0), temperature=3.0)
+    free = np.asarray(generate(model, prompt, **options))
+    stopped = np.asarray(generate(model, prompt, stop_token=5, **options))
+    ends = [list(row).index(5) if 5 in row else 12 for row in free]
+    assert min(ends) < 11
+    for row, want, end in zip(stopped, free, ends, strict=True):
+        assert (row[:end] == want[:end]).all()
+        assert (row[end:] == 5).all()
+
+
+class TestSample:
+    logits = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
+
+    def frequencies(self, **options):
+        draw = jax.vmap(lambda key: sample(self.logits, key, **options))
+        tokens = draw(jax.random.split(jax.random.key(0), 4000))
+        return np.bincount(tokens, minlength=4) / 4000
+
+    @pytest.mark.parametrize(
+        ("options", "want"),
+        [
+            (dict(), [0.1, 0.4, 0.2, 0.3]),
+            (dict(temperature=0.5), [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+            (dict(temperature=0.0), [0, 1, 0, 0]),
+            (dict(top_k=2), [0, 4 / 7, 0, 3 / 7]),
+            (dict(top_p=0.75), [0, 4 / 9, 2 / 9, 3 / 9]),
+            (dict(top_p=0.0), [0, 1, 0, 0]),
+            (dict(top_k=3, top_p=0.5), [0, 4 / 7, 0, 3 / 7]),
+        ],
+    )
+    def test_frequencies_are_the_chosen_probabilities(self, options, want):
+        np.testing.assert_allclose(self.frequencies(**options), want, atol=0.03)
+
+
+def test_an_untied_head_and_a_mixer_of_ones_own():
+    def mixer(**options):
+        return nn.LinearAttention(feature_map=jnp.exp, **options)
+
+    model = make(mixer, tied=False, num_kv_heads=1)
+    logits, state = jax.eval_shape(model, random_tokens(1, 3))
+    assert logits.shape == (1, 3, V)
+    assert state[0].memory.kv.shape == (1, 1, 8, 8)
+    assert model.head.kernel.shape == (16, V)
+
+
+def test_wrong_arguments_are_named(no_type_checks):
+    with pytest.raises(ValueError, match="mixer must be one of"):
+        make("hla4")
+    model, prompt = make("softmax", max_length=8), random_tokens(1, 4)
+    for message, options in {
+        r"4 \+ 5 tokens, more than the model's max_length=8": dict(max_new_tokens=5, temperature=0),
+        "key must be given": dict(max_new_tokens=1),
+        "max_new_tokens must be at least 1": dict(max_new_tokens=0, temperature=0),
+        "prompt_mask must be bool": dict(prompt_mask=prompt > 9, max_new_tokens=1, temperature=0),
+    }.items():
+        if "prompt_mask" in options:
+            options["prompt_mask"] = options["prompt_mask"][:, 1:]
+        with pytest.raises(ValueError, match=message):
+            generate(model, prompt, **options)
+    with pytest.raises(ValueError, match="a row is all padding"):
+        generate(model, prompt, prompt_mask=prompt > 9, max_new_tokens=1, temperature=0)
+    with pytest.raises(ValueError, match="prompt must be"):
+        generate(model, prompt[:, :0], max_new_tokens=1, temperature=0)
+    with pytest.raises(ValueError, match="tokens must be integers"):
+        model(prompt * 1.0)

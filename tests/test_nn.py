@@ -1,0 +1,250 @@
+"""All layers keep one promise: tokens in, tokens and state out, the same however they are cut and padded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import rms_error
+
+from hla_jax import nn
+
+F, H, K, D, E, MAX_LENGTH = 12, 4, 2, 5, 3, 12
+
+OPTIONS = {
+    "linear": (nn.LinearAttention, dict(decay=0.9)),
+    "hla2": (nn.HLA2, dict(decay="learned")),
+    "ahla": (nn.AHLA, dict(decay=(0.9, 0.7))),
+    "hla3": (nn.HLA3, dict()),
+    "softmax": (nn.SoftmaxAttention, dict(max_length=MAX_LENGTH)),
+}
+every_mixer = pytest.mark.parametrize("mixer", OPTIONS)
+
+
+def make(mixer, **more):
+    layer, options = OPTIONS[mixer]
+    sizes = dict(num_kv_heads=K, head_dim=D, value_head_dim=E)
+    return layer(H, F, rngs=nnx.Rngs(0), **sizes | options | more)
+
+
+def features(B=2, T=9, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, T, F)), jnp.float32)
+
+
+@nnx.jit
+def call(layer, x, state=None, mask=None, segment_ids=None):
+    return layer(x, state, mask, segment_ids)
+
+
+@nnx.jit
+def steps(layer, x, state):
+    def step(state, token):
+        y, state = layer(token[:, None], state)
+        return state, y[:, 0]
+
+    state, y = jax.lax.scan(step, state, x.swapaxes(0, 1))
+    return y.swapaxes(0, 1), state
+
+
+def assert_close(got, want, tolerance=1e-5):
+    jax.tree.map(lambda a, b: rms_error(a, b) < tolerance or pytest.fail(f"{a} != {b}"), got, want)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+
+
+@every_mixer
+def test_steps_give_what_the_whole_sequence_gives(mixer):
+    layer, x = make(mixer), features()
+    assert_close(steps(layer, x, layer.init_state(2)), call(layer, x))
+
+
+def packed_and_alone():
+    """Documents a and b in one row, with NaN to the left, inside, between and to the right of them."""
+    a, b = features(1, 4, seed=1), features(1, 5, seed=2)
+    mask = np.array([[0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 0]], bool)
+    ids = jnp.array([[9, 0, 0, 9, 0, 0, 0, 1, 1, 1, 1, 1, 0]])
+    x = jnp.full((1, 13, F), jnp.nan).at[mask].set(jnp.concatenate([a, b], axis=1)[0])
+    return x, mask, ids, a, b
+
+
+@every_mixer
+def test_packed_and_padded_rows_equal_rows_alone(mixer):
+    layer, (x, mask, ids, a, b) = make(mixer), packed_and_alone()
+    y, state = call(layer, x, None, mask, ids)
+    (y_a, _), (y_b, last) = steps(layer, a, layer.init_state(1)), steps(layer, b, layer.init_state(1))
+    np.testing.assert_array_equal(y[~mask], 0)
+    assert_close(y[mask], jnp.concatenate([y_a, y_b], axis=1)[0])
+    assert_close(state, last)
+
+
+@pytest.mark.parametrize("mixer", ["linear", "softmax"])
+def test_padding_adds_nothing_to_gradients(mixer):
+    layer, (x, mask, ids, a, b) = make(mixer), packed_and_alone()
+
+    @nnx.jit
+    def gradients(layer, x, mask, ids):
+        def loss(layer, x):
+            return (layer(x, None, mask, ids)[0] ** 2).sum()
+
+        return nnx.grad(loss, argnums=(0, 1))(layer, x)
+
+    d_layer, d_x = gradients(layer, x, mask, ids)
+    real = mask[0]
+    d_alone, d_real = gradients(layer, x[:, real], mask[:, real], ids[:, real])
+    np.testing.assert_array_equal(d_x[~mask], 0)
+    assert_close(d_x[mask], d_real[0])
+    assert_close(nnx.to_pure_dict(d_layer), nnx.to_pure_dict(d_alone))
+
+
+@every_mixer
+def test_a_state_continues_its_first_segment_only(mixer):
+    layer, x = make(mixer), features()
+    ids = jnp.array([[0] * 5 + [1] * 4, [0] * 9])
+    mask = jnp.ones((2, 9), bool).at[0, 4].set(False).at[1, 3].set(False)
+    whole, last = call(layer, x, None, mask, ids)
+    first, state = call(layer, x[:, :3], None, mask[:, :3], ids[:, :3])
+    rest, state = call(layer, x[:, 3:], state, mask[:, 3:], ids[:, 3:])
+    assert_close(jnp.concatenate([first, rest], axis=1), whole)
+    more = features(2, 1, seed=3)
+    assert_close(call(layer, more, state)[0], call(layer, more, last)[0])
+
+
+@every_mixer
+def test_a_masked_step_changes_nothing(mixer):
+    layer, x = make(mixer), features()
+    _, state = call(layer, x)
+    poison = jnp.full((2, 1, F), jnp.nan)
+    y, after = call(layer, poison, state, jnp.array([[False], [False]]))
+    np.testing.assert_array_equal(y, 0)
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+def described(state):
+    return jax.tree.map(lambda a: (a.shape, a.dtype, a.weak_type), state)
+
+
+@every_mixer
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_states_keep_shape_and_dtype_from_step_to_step(mixer, dtype, x64):
+    layer = make(mixer)
+    x = jnp.zeros((2, 1, F), dtype)
+
+    def twice(x, state):
+        _, once = layer(x, state)
+        return once, layer(x, once)[1]
+
+    start = layer.init_state(2)
+    once, again = jax.eval_shape(twice, x, start)
+    assert described(start) == described(once) == described(again)
+    assert {a.dtype for a in jax.tree.leaves(start)} <= {jnp.dtype("float32"), jnp.dtype("int32")}
+
+
+@every_mixer
+def test_no_token_leaves_the_state_as_it_was(mixer):
+    layer = make(mixer)
+    y, state = layer(jnp.zeros((2, 0, F)), layer.init_state(2))
+    assert y.shape == (2, 0, F)
+    jax.tree.map(np.testing.assert_array_equal, state, layer.init_state(2))
+
+
+@every_mixer
+def test_computing_in_bfloat16_keeps_the_state_in_float32(mixer):
+    layer = make(mixer, dtype=jnp.bfloat16)
+    y, state = jax.eval_shape(layer, features())
+    assert y.dtype == jnp.bfloat16
+    kept = {a.dtype for a in jax.tree.leaves(state.memory)}
+    assert kept == {jnp.dtype("bfloat16" if mixer == "softmax" else "float32")}
+
+
+def test_query_heads_share_kv_heads_in_order():
+    """With the keys and values of kv head 1 silenced, only query heads 2 and 3 change."""
+    layer = make("softmax")
+    x = features()
+    heads = []
+    for silence in (1.0, 0.0):
+        kernel = layer.value.kernel[...].reshape(F, K, E).at[:, 1].multiply(silence)
+        layer.value.kernel[...] = kernel.reshape(F, K * E)
+        layer.out = lambda o: o
+        heads.append(np.asarray(layer(x)[0]).reshape(2, 9, H, E))
+    np.testing.assert_array_equal(heads[0][:, :, :2], heads[1][:, :, :2])
+    assert (heads[0][:, :, 2:] != heads[1][:, :, 2:]).any()
+
+
+def test_learned_decay_depends_on_the_token_and_starts_between_2_and_512_tokens():
+    layer = make("hla2", num_kv_heads=4)
+    rate = jax.nn.softplus(layer.decay(jnp.zeros((1, 1, F))))
+    np.testing.assert_allclose(1 / rate[0, 0], [2, 12.7, 80.6, 512], rtol=1e-2)
+    assert np.ptp(np.asarray(layer.decay(features())), axis=1).min() > 0.1
+
+
+class TestCapacity:
+    def test_a_sequence_longer_than_the_cache_raises(self):
+        layer = make("softmax")
+        with pytest.raises(ValueError, match=r"max_length=12 positions; got a token at position 12"):
+            jax.eval_shape(layer, features(T=13))
+
+    def test_a_step_past_the_cache_raises_outside_jit(self):
+        layer = make("softmax", max_length=2)
+        _, state = layer(features(T=2))
+        with pytest.raises(ValueError, match="position 2"):
+            layer(features(T=1), state)
+
+    def test_a_step_past_the_cache_is_nan_under_jit_in_its_row_only(self):
+        layer, x = make("softmax"), features(T=12)
+        _, state = call(layer, x, None, jnp.ones((2, 12), bool).at[1, 0].set(False))
+        y, _ = call(layer, features(T=1), state)
+        assert np.isnan(y[0]).all()
+        assert np.isfinite(y[1]).all()
+
+    def test_padding_and_packing_do_not_fill_the_cache(self):
+        layer, x = make("softmax"), features(T=20)
+        ids = jnp.arange(20)[None].repeat(2, 0) // 10
+        y, state = call(layer, x, None, None, ids)
+        assert np.isfinite(y).all()
+        np.testing.assert_array_equal(state.position, 10)
+
+
+class TestRotary:
+    def test_products_depend_on_the_distance_only(self):
+        q, k = features(1, 1, seed=1)[..., None, :], features(1, 1, seed=2)[..., None, :]
+
+        def product(t, s):
+            a, b = (nn.rotary(x, jnp.array([[at]])) for x, at in ((q, t), (k, s)))
+            return float((a * b).sum())
+
+        assert product(7, 3) == pytest.approx(product(1004, 1000), abs=1e-3)
+        assert product(7, 3) != pytest.approx(product(7, 4), abs=1e-3)
+
+    def test_an_odd_channel_stays(self):
+        x = jnp.ones((1, 2, 1, 3), jnp.bfloat16)
+        y = nn.rotary(x, jnp.array([[0, 5]]))
+        np.testing.assert_array_equal(y[..., 2], 1)
+        assert y.dtype == x.dtype
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(num_heads=6, num_kv_heads=4), "num_kv_heads must divide num_heads=6; got 4"),
+        (dict(num_heads=5), "num_heads=5 must divide in_features=12"),
+        (dict(decay="learnt"), "decay must be 'learned'"),
+        (dict(decay=1.5), r"decay must be in \(0, 1\]"),
+        (dict(decay=(0.9, 0.9)), "one number or 4"),
+    ],
+)
+def test_a_wrong_option_is_named(arguments, message, no_type_checks):
+    with pytest.raises(ValueError, match=message):
+        nn.HLA2(**dict(num_heads=4, in_features=F, rngs=nnx.Rngs(0)) | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(x=jnp.zeros((2, 9, 5))), "x must be .* F=12"),
+        (dict(mask=jnp.ones((2, 8), bool)), r"mask must be bool.* \(2, 9\)"),
+        (dict(mask=jnp.ones((2, 9), int)), "mask must be bool"),
+        (dict(segment_ids=jnp.zeros((2, 9))), "segment_ids must be integer"),
+    ],
+)
+def test_a_wrong_input_is_named(arguments, message, no_type_checks):
+    with pytest.raises(ValueError, match=message):
+        make("hla2")(**dict(x=features()) | arguments)
