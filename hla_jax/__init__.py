@@ -4,7 +4,7 @@ Every operator is a pure function `(tokens, state) -> (outputs, state)`: trainin
 whole sequence, inference with one token, and both give the same values.
 """
 
-from hla_jax import attention, feature_maps, models, monoids, nn, ops, scan, testing
+from hla_jax import attention, feature_maps, models, monoids, nn, ops, parallel, scan, testing
 from hla_jax.ops import (
     AHLAState,
     HLA2State,
@@ -47,6 +47,7 @@ __all__ = [
     "monoids",
     "nn",
     "ops",
+    "parallel",
     "scan",
     "testing",
 ]

@@ -24,8 +24,11 @@ Array: TypeAlias = jax.Array | np.ndarray
 Queries: TypeAlias = Float[Array, "*B T H D"]
 Keys: TypeAlias = Float[Array, "*B S K D"]
 Values: TypeAlias = Float[Array, "*B S K E"]
-Outputs: TypeAlias = Float[Array, "*B T H E"]
-Weights: TypeAlias = Float[Array, "*B H T S"]
+Outputs: TypeAlias = Float[jax.Array, "*B T H E"]
+Weights: TypeAlias = Float[jax.Array, "*B H T S"]
+
+# A Python number or a traced one.
+Number: TypeAlias = float | Float[Array, ""]
 
 # Anything that broadcasts to [*B, S, K]; Python floats included.
 LogDecay: TypeAlias = Shaped[Array, "..."] | float
@@ -35,7 +38,7 @@ SegmentIds: TypeAlias = Int[Array, "*B S"]
 QueryStep: TypeAlias = Float[Array, "*B H D"]
 KeyStep: TypeAlias = Float[Array, "*B K D"]
 ValueStep: TypeAlias = Float[Array, "*B K E"]
-OutputStep: TypeAlias = Float[Array, "*B H E"]
+OutputStep: TypeAlias = Float[jax.Array, "*B H E"]
 MaskStep: TypeAlias = Bool[Array, "*B"]
 
 # A feature map acts on the last axis; a pair is one for queries and one for keys.

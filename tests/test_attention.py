@@ -89,7 +89,9 @@ def test_segments_are_packed_as_if_alone():
     q, k, v = tokens(B=1, T=12, S=12)
     ids = jnp.array([[3] * 5 + [1] * 4 + [3] * 3])
     packed = softmax_attention(q, k, v, segment_ids=ids)
-    alone = [softmax_attention(q[:, s], k[:, s], v[:, s]) for s in (np.s_[:5], np.s_[5:9], np.s_[9:])]
+    alone = [
+        softmax_attention(q[:, s], k[:, s], v[:, s]) for s in (np.s_[:5], np.s_[5:9], np.s_[9:])
+    ]
     np.testing.assert_allclose(packed, jnp.concatenate(alone, axis=1), rtol=2e-6, atol=1e-6)
 
 

@@ -13,10 +13,11 @@ STEPS, EVERY = 300, 25
 
 
 def start(out: Path, text: Path) -> subprocess.Popen:
-    sizes = "--batch 2 --length 32 --layers 1 --heads 2 --features 16 --positions 32".split()
-    command = [sys.executable, str(SCRIPT), "--mixer", "hla2", "--out", str(out), "--text", str(text)]
+    options = dict(out=out, text=text, steps=STEPS, checkpoint_every=EVERY, positions=32)
+    options |= dict(mixer="hla2", batch=2, length=32, layers=1, heads=2, features=16)
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return subprocess.Popen(
-        [*command, *sizes, "--steps", str(STEPS), "--checkpoint-every", str(EVERY)],
+        [sys.executable, str(SCRIPT), *arguments],
         env=os.environ | {"PYTHONPATH": str(SCRIPT.parent.parent)},
         stdout=subprocess.PIPE,
         text=True,

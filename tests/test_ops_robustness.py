@@ -117,11 +117,11 @@ def test_a_mistake_in_a_step_is_named(no_type_checks, name, argument, wrong):
         operator(name, "_step")(token.pop("q"), token.pop("k"), token.pop("v"), state, **token)
 
 
-def arguments(name, t, **shape):
-    """Every array argument at once, in float32: differentiable ones, the others."""
+def arguments(name, t, dtype=np.float32, **shape):
+    """Every array argument at once: differentiable ones, the others."""
     inputs = make_inputs(name, t, decay="token", initial=True, **shape)
     others = {"mask": make_mask("interior", t), "segment_ids": make_segments(t)}
-    return jax.tree.map(np.float32, inputs), others
+    return jax.tree.map(dtype, inputs), others
 
 
 def total(name, inputs, others, **options):
@@ -133,8 +133,8 @@ ARGUMENTS = ("q", "k", "v", "log_decay", "state", "mask", "segment_ids")
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
-def test_gradients_map_over_any_argument(argument):
-    inputs, others = arguments("hla2", 9)
+def test_gradients_map_over_any_argument(x64, argument):
+    inputs, others = arguments("hla2", 9, dtype=np.float64)
     fn = jax.grad(lambda x, y: total("hla2", x, y, chunk_size=4))
     axes = {n: 0 if n == argument else None for n in ARGUMENTS}
     versions = {**inputs, **others}[argument]
@@ -149,7 +149,7 @@ def test_gradients_map_over_any_argument(argument):
     actual = jax.jit(jax.vmap(fn, in_axes))(*changed(versions))
     one = jax.jit(fn)
     expected = [one(*changed(jax.tree.map(lambda x: x[i], versions))) for i in range(2)]  # noqa: B023
-    assert worst_error(actual, jax.tree.map(lambda *x: np.stack(x), *expected)) < 1e-6
+    assert worst_error(actual, jax.tree.map(lambda *x: np.stack(x), *expected)) < 1e-12
 
 
 @pytest.mark.parametrize("name", FOUR)

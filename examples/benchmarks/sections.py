@@ -45,7 +45,7 @@ def linear(setting: Setting) -> list[Table]:
 
     lengths = _lengths(setting, 1024, 4096, 16384)
     times: dict[str, list[Pair]] = {}
-    memory: dict[str, list[Pair]] = {}
+    peaks: dict[str, list[Pair]] = {}
     for T in lengths:
         arrays = _arrays(T)
         functions = {"hla_jax": _outputs(LINEAR)} | rivals.IN_JAX
@@ -58,8 +58,11 @@ def linear(setting: Setting) -> list[Table]:
         for name in calls:
             times.setdefault(name, []).append(measured[name])
         for name, f in functions.items():
-            peak = [peak_bytes(g, *arrays) / 2**20 for g in (_forward(f), _forward_backward(f))]
-            memory.setdefault(name, []).append((peak[0], peak[1]))
+            forward, both = (
+                peak_bytes(_forward(f), *arrays),
+                peak_bytes(_forward_backward(f), *arrays),
+            )
+            peaks.setdefault(name, []).append((forward / 2**20, both / 2**20))
 
     ratios = {
         name: [_over(time, our) for time, our in zip(row, times[ours], strict=True)]
@@ -83,7 +86,7 @@ def linear(setting: Setting) -> list[Table]:
     if (setting.cores, setting.malloc) != ("one core", "as it comes"):
         return tables  # memory is the same in every setting
     title = "Arguments, results and temporaries, MiB, forward / with backward"
-    return [*tables, Table(title, columns, memory)]
+    return [*tables, Table(title, columns, peaks)]
 
 
 def orders(setting: Setting) -> list[Table]:

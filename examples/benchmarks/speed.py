@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="short sequences and few rounds")
+    parser.add_argument("--quick", action="store_true", help="short, and malloc as it comes")
     parser.add_argument(
         "--section", choices=SECTIONS, action="append", help="only this (repeatable)"
     )
@@ -69,6 +69,8 @@ def main() -> None:
     tables = []
     for section in args.section or SECTIONS:
         for cores, malloc in SECTIONS[section]:
+            if args.quick and malloc != "as it comes":
+                continue
             setting = Setting(cores, malloc, args.quick, args.native)
             print(f"{section}: {setting}", file=sys.stderr, flush=True)
             for table in measure_apart(section, setting):

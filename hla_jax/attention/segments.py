@@ -11,8 +11,8 @@ from hla_jax._types import Mask, SegmentIds
 def segment_numbers(segment_ids: SegmentIds, mask: Mask | None = None) -> Int[jax.Array, "*B S"]:
     """Numbers a row's segments 0, 1, 2, ... in the order in which they come.
 
-    A segment starts at an unmasked token whose id differs from that of the last unmasked token, so an
-    id that comes back later names a new segment, and ids of masked tokens do not matter.
+    A segment starts at an unmasked token whose id differs from that of the last unmasked token, so
+    an id that comes back later names a new segment, and ids of masked tokens do not matter.
 
     Args:
         segment_ids: integers, [*B, S].

@@ -21,18 +21,18 @@ def softmax_attention(
 ) -> Outputs:
     r"""Computes softmax attention, o_t = sum_s softmax_s(scale q_t . k_s + bias_ts) v_s.
 
-    A query with no key to look at gives 0, and whatever a masked token contains, NaN included, reaches
-    no output and no gradient.
+    A query with no key to look at gives 0, and whatever a masked token contains, NaN included,
+    reaches no output and no gradient.
 
     Args:
         q: queries, [*B, T, H, D].
         k: keys, [*B, S, K, D]; query head h uses kv head h // (H // K).
         v: values, [*B, S, K, E].
         causal: whether token t sees tokens s <= t only; needs T == S.
-        mask: True at real tokens, [*B, S]. Masked keys are not seen; when causal, tokens are queries too
-            and masked ones give 0.
-        segment_ids: integers, [*B, T], for T == S: each token sees its own segment only. A segment starts
-            where the id differs from that of the last unmasked token.
+        mask: True at real tokens, [*B, S]. Masked keys are not seen; when causal, tokens are
+            queries too and masked ones give 0.
+        segment_ids: integers, [*B, T], for T == S: each token sees its own segment only. A segment
+            starts where the id differs from that of the last unmasked token.
         bias: added to the logits; broadcasts to [*B, H, T, S].
         scale: factor of every product q . k; D ** -0.5 if None.
 
@@ -57,8 +57,8 @@ def softmax_attention(
     T, S = q.shape[-3], k.shape[-3]
     if (causal or segment_ids is not None) and T != S:
         raise ValueError(
-            f"causal=True and segment_ids need as many queries as keys; got T={T} queries and S={S} "
-            "keys: pass causal=False and no segment_ids"
+            f"causal=True and segment_ids need as many queries as keys; got T={T}, "
+            f"S={S}: pass causal=False and no segment_ids"
         )
     batch = q.shape[:-3]
     visible = jnp.ones((*batch, T, S), bool)
@@ -78,14 +78,14 @@ def softmax_attention(
 
 
 def attend(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    visible: Bool[Array, "*B T S"],
+    q: Float[jax.Array, "*B T H D"],
+    k: Float[jax.Array, "*B S K D"],
+    v: Float[jax.Array, "*B S K E"],
+    visible: Bool[jax.Array, "*B T S"],
     *,
     bias: Float[Array, "..."] | None = None,
     scale: float | None = None,
-) -> Outputs:
+) -> Float[jax.Array, "*B T H E"]:
     """Softmax attention of each query over the keys visible to it; 0 where there are none."""
     batch, (T, H, D), (S, _, E) = q.shape[:-3], q.shape[-3:], v.shape[-3:]
     if visible.size == 0:

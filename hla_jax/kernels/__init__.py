@@ -1,7 +1,8 @@
 """The one primitive, of which every operator is a cascade: causal linear attention with decay."""
 
-from typing import Any
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -42,22 +43,38 @@ def causal_linear(
 
     The arithmetic is in P's dtype, and so are the results.
     """
+    run = partial(
+        _run,
+        implementation=implementation,
+        chunk_size=chunk_size,
+        power=power,
+        strict=strict,
+        precision=precision,
+    )
     x = Operands(q, k, v, w, log_decay, P, m)
-    P, m = vary_like((P, m), x)  # they enter a loop's carry
+    specs = _explicit_specs(x)
+    if specs is None:
+        return run(x)
+    with jax.sharding.use_abstract_mesh(jax.typeof(q).sharding.mesh):
+        return jax.sharding.auto_axes(run, out_sharding=specs)(x)
+
+
+def _run(x: Operands, *, implementation, chunk_size, **options) -> Results:
+    P, m = vary_like((x.P, x.m), x)  # they enter a loop's carry
     x = x._replace(P=P, m=m)
-    T = q.shape[-3]
+    T = x.q.shape[x.token_axis]
     if T == 0:
-        z = None if m is None else jnp.zeros(q.shape[:-1], P.dtype)
-        return Results(jnp.zeros(q.shape[:-1] + v.shape[-1:], P.dtype), z, P, m)
-    options: dict[str, Any] = dict(power=power, strict=strict, precision=precision)
+        z = None if m is None else jnp.zeros(x.q.shape[:-1], P.dtype)
+        return Results(jnp.zeros(x.q.shape[:-1] + x.v.shape[-1:], P.dtype), z, P, m)
     chunk_size = min(T, chunk_size or CHUNK_SIZE)
     match implementation:
+        case None if T == 1:
+            return _plain.serial(x, **options)
         case None | "xla":
             return chunked(x, Options(chunk_size=chunk_size, **options))
         case "associative":
-            return _batched.forward(
-                x, starts=_batched.associative_starts, chunk_size=chunk_size, **options
-            )
+            starts = _batched.associative_starts
+            return _batched.forward(x, starts=starts, chunk_size=chunk_size, **options)
         case "serial":
             return _plain.serial(x, **options)
         case "quadratic":
@@ -70,3 +87,18 @@ def causal_linear(
             raise ValueError(
                 f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
             )
+
+
+def _explicit_specs(x: Operands) -> Results | None:
+    """Returns the results' shardings where the operands' types carry some (explicit mesh axes).
+
+    There the compiler is left to shard the inside, as it is for all other axes; outputs lie as q
+    does.
+    """
+    if all(axis is None for a in jax.tree.leaves(x) for axis in jax.typeof(a).sharding.spec):
+        return None
+    *rows, heads, _ = jax.typeof(x.q).sharding.spec
+    o, states = (*rows, heads), (*rows[:-1], heads)
+    spec = jax.sharding.PartitionSpec
+    z, m = (None, None) if x.m is None else (spec(*o), spec(*states))
+    return Results._make((spec(*o), z, spec(*states), m))

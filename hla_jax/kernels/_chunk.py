@@ -11,6 +11,7 @@ D holds the decay between two tokens of the chunk, b from the chunk's start to e
 each token to the chunk's end, rho over the whole chunk. FLOPs: 2 c g (c + D) (D + E) forward.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -128,9 +129,10 @@ def cotangents(q, k, v, w, terms: Decay, P, m, do, dz, L, mu, *, power, precisio
     if not power:
         return dq, dk, dv, dw, None
 
-    inside = jnp.sum(A * X, axis=1)  # what flows from s to t
-    entering = jnp.sum(q * start, axis=(1, 2))
-    leaving = jnp.sum(k * end, axis=1)
+    full = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    inside = full("tgs,tgs->ts", A, X)  # what flows from s to t
+    entering = full("tgd,tgd->t", q, start)
+    leaving = full("sd,sd->s", k, end)
     through = terms.rho * (jnp.sum(L * P) + (0 if w is None else jnp.sum(mu * m)))
     return dq, dk, dv, dw, power * _crossing(inside, entering, leaving, through)
 

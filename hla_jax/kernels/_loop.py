@@ -13,66 +13,90 @@ import jax.numpy as jnp
 from jax import lax
 
 from hla_jax.kernels import _chunk
-from hla_jax.kernels._layout import Operands, Results, per_head, per_head_cotangents, vary_like
+from hla_jax.kernels._layout import (
+    Operands,
+    Results,
+    cast,
+    per_head,
+    per_head_cotangents,
+    vary_like,
+)
+
+# The backward keeps the state before each block of so many chunks, and for one block at a time the
+# states inside it: a 16th of what all chunks' states would take, for a second pass over the states.
+CHUNKS_PER_BLOCK = 16
 
 
 def forward(x: Operands, *, chunk_size, power, strict, precision) -> Results:
     """Returns outputs and final state."""
     run = per_head(partial(_chunk.forward, power=power, strict=strict, precision=precision))
 
-    def step(y: Results, i, size) -> Results:
-        start = i * chunk_size
+    def step(y: Results, start, size) -> Results:
         new = run(_chunk_of(x, start, size)._replace(P=y.P, m=y.m))
         o, z = _write((y.o, y.z), (new.o, new.z), start, x)
         return Results(o, z, new.P, new.m)
 
     o = _zeros(x, x.q.shape[:-1] + x.v.shape[-1:])
     z = None if x.w is None else _zeros(x, x.q.shape[:-1])
-    return _for_each_chunk(step, Results(o, z, x.P, x.m), x.q.shape[x.token_axis], chunk_size)
+    return _walk(step, Results(o, z, x.P, x.m), 0, x.q.shape[x.token_axis], chunk_size)
 
 
 def backward(x: Operands, ct: Results, *, chunk_size, power, strict, precision) -> Operands:
-    """Returns the cotangents: once forward for the states, once backward for all the rest.
-
-    The states at the chunks' starts, [T / c, *B, N, D, E], are all that is kept between the two.
-    """
+    """Returns the cotangents of the operands: forward once for the states, then backward."""
     options: dict[str, Any] = dict(power=power, strict=strict, precision=precision)
     run = per_head(partial(_chunk.forward, **options))
     run_back = per_head_cotangents(partial(_chunk.backward, **options))
     T = x.q.shape[x.token_axis]
+    block_size = chunk_size * CHUNKS_PER_BLOCK
 
-    def record(carry, i, size):
-        state, states = carry
-        new = run(_chunk_of(x, i * chunk_size, size)._replace(P=state[0], m=state[1]))
-        keep = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
-        return (new.P, new.m), jax.tree.map(keep, states, state)
+    def advance(state, start, size):
+        new = run(_chunk_of(x, start, size)._replace(P=state[0], m=state[1]))
+        return new.P, new.m
 
-    chunks = -(-T // chunk_size)
-    states = jax.tree.map(lambda s: _zeros(x, (chunks, *s.shape)), (x.P, x.m))
-    _, states = _for_each_chunk(record, ((x.P, x.m), states), T, chunk_size)
+    def states_before(state, start, length, size):
+        """Returns the states before each piece of `size` tokens, given the first one."""
 
-    def step(d: Operands, i, size) -> Operands:
-        start = i * chunk_size
-        P, m = jax.tree.map(partial(lax.dynamic_index_in_dim, index=i, keepdims=False), states)
-        do, dz = _read((ct.o, ct.z), start, size, x)
-        new = run_back(_chunk_of(x, start, size)._replace(P=P, m=m), Results(do, dz, d.P, d.m))
-        return Operands._make((*_write(d[:5], new[:5], start, x), new.P, new.m))
+        def step(carry, at, size_here):
+            state, states = carry
+            index = (at - start) // size
+            keep = partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
+            states = jax.tree.map(keep, states, state)
+            return _walk(advance, state, at, size_here, chunk_size), states
 
-    d = jax.tree.map(lambda a: _zeros(x, a.shape), x)
-    return _for_each_chunk(step, d._replace(P=ct.P, m=ct.m), T, chunk_size, reverse=True)
+        pieces = -(-length // size)
+        states = jax.tree.map(lambda s: _zeros(x, (pieces, *s.shape)), state)
+        return _walk(step, (state, states), start, length, size)[1]
+
+    before_blocks = states_before((x.P, x.m), 0, T, block_size)
+
+    def of_block(d: Operands, block, length) -> Operands:
+        state = _at(before_blocks, block // block_size)
+        before_chunks = states_before(state, block, length, chunk_size)
+
+        def of_chunk(d: Operands, start, size) -> Operands:
+            P, m = _at(before_chunks, (start - block) // chunk_size)
+            do, dz = _read((ct.o, ct.z), start, size, x)
+            new = run_back(_chunk_of(x, start, size)._replace(P=P, m=m), Results(do, dz, d.P, d.m))
+            return Operands._make((*_write(d[:5], new[:5], start, x), new.P, new.m))
+
+        return _walk(of_chunk, d, block, length, chunk_size, reverse=True)
+
+    # Each token of the cotangents gets written, so they may begin as anything: as copies of the
+    # operands they need no array of zeros beside them.
+    d = cast(vary_like(x, x), x.P.dtype)._replace(P=ct.P, m=ct.m)
+    return _walk(of_block, d, 0, T, block_size, reverse=True)
 
 
-def _for_each_chunk(step, carry, length, chunk_size, *, reverse=False):
-    """Runs carry = step(carry, index, size) over the full chunks and the rest."""
-    n, rest = divmod(length, chunk_size)
+def _walk(step, carry, start, length: int, size: int, *, reverse=False):
+    """Runs carry = step(carry, start, size) over pieces of `size` tokens, and over the rest."""
+    n, rest = divmod(length, size)
     if rest and reverse:
-        carry = step(carry, n, rest)
+        carry = step(carry, start + n * size, rest)
     if n:
-        carry = lax.fori_loop(
-            0, n, lambda i, y: step(y, n - 1 - i if reverse else i, chunk_size), carry
-        )
+        order = (lambda i: n - 1 - i) if reverse else (lambda i: i)
+        carry = lax.fori_loop(0, n, lambda i, y: step(y, start + order(i) * size, size), carry)
     if rest and not reverse:
-        carry = step(carry, n, rest)
+        carry = step(carry, start + n * size, rest)
     return carry
 
 
@@ -93,6 +117,10 @@ def _write(tree, chunk, start, x: Operands):
     """Writes a chunk's tokens into the arrays."""
     write = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=x.token_axis)
     return jax.tree.map(write, tree, chunk)
+
+
+def _at(states, index):
+    return jax.tree.map(partial(lax.dynamic_index_in_dim, index=index, keepdims=False), states)
 
 
 def _zeros(x: Operands, shape):

@@ -1,7 +1,4 @@
-"""The primitive token by token, and with dense weights; differentiated by JAX.
-
-Each is a function of one state head, q [T, g, D], mapped over the rest.
-"""
+"""The primitive token by token, and with dense weights; differentiated by JAX."""
 
 from functools import partial
 
@@ -16,31 +13,48 @@ from hla_jax.kernels._layout import Operands, Results, cast, per_head
 
 
 def serial(x: Operands, *, power, strict, precision) -> Results:
-    """The recurrence, one token at a time, by `lax.scan`: P = a P + k v^T, o = q P."""
+    """The recurrence, one token at a time: `lax.scan`, or for a single token the step itself.
+
+    Written on whole arrays, since the state is most of what a step moves: a state that is reshaped
+    in each step is copied in each step.
+    """
+    squares = x.v is x.k  # the second moment of one array
+    x = cast(x, x.P.dtype)
+    N, H = x.P.shape[-3], x.q.shape[-2]
+    dot = partial(jnp.einsum, precision=precision)
+
+    def per_state(a, axis):
+        return jnp.repeat(a, N // a.shape[axis], axis)
 
     def step(state, token):
         P, m = state
-        q, k, v, w, a = token
-        a = jnp.exp(power * _decay.floor(a)) if a is not None else 1
-        before, m_before = a * P, None if m is None else a * m
-        P = before + k[:, None] * v
-        o = jnp.einsum("gd,de->ge", q, before if strict else P, precision=precision)
-        if m is None:
-            return (P, None), (o, None)
-        m = m_before + k * w
-        z = jnp.einsum("gd,d->g", q, m_before if strict else m, precision=precision)
-        return (P, m), (o, z)
+        q, k, v, w, log_decay = token
+        q = q.reshape(*q.shape[:-2], N, H // N, q.shape[-1])
+        k, v = per_state(k, -2), per_state(v, -2)
+        if (
+            squares
+        ):  # XLA's CPU backend does not vectorise the product of a scanned slice with itself
+            v = jnp.take(v, jnp.arange(v.shape[-1]), axis=-1)
+        if log_decay is not None:
+            a = per_state(jnp.exp(power * _decay.floor(log_decay)), -1)[..., None]
+            P, m = a[..., None] * P, None if m is None else a * m
+        before = P, m
+        P = P + k[..., None] * v[..., None, :]
+        m = None if m is None else m + k * per_state(w, -1)[..., None]
+        seen = before if strict else (P, m)
+        o = dot("...ngd,...nde->...nge", q, seen[0])
+        z = None if m is None else dot("...ngd,...nd->...ng", q, seen[1])
+        o = o.reshape(*o.shape[:-3], H, o.shape[-1])
+        return (P, m), (o, z if z is None else z.reshape(*z.shape[:-2], H))
 
-    @per_head
-    def run(x: Operands) -> Results:
-        tokens = (x.q, x.k, x.v, x.w, x.log_decay)
-        if len(x.q) == 1:  # a decoding step
-            state, out = step((x.P, x.m), jax.tree.map(lambda a: a[0], tokens))
-            return Results(*jax.tree.map(lambda a: a[None], out), *state)
-        (P, m), (o, z) = lax.scan(step, (x.P, x.m), tokens)
-        return Results(o, z, P, m)
-
-    return run(cast(x, x.P.dtype))
+    axis = x.token_axis
+    if x.q.shape[axis] == 1:
+        token = jax.tree.map(lambda a: jnp.squeeze(a, axis), x[:5])
+        state, out = step((x.P, x.m), token)
+        return Results._make((*jax.tree.map(lambda a: jnp.expand_dims(a, axis), out), *state))
+    tokens = jax.tree.map(lambda a: jnp.moveaxis(a, axis, 0), x[:5])
+    state, outs = lax.scan(step, (x.P, x.m), tokens)
+    return Results._make((*jax.tree.map(lambda a: jnp.moveaxis(a, 0, axis), outs), *state))
 
 
 def quadratic(x: Operands, *, power, strict, precision) -> Results:

@@ -26,8 +26,8 @@ def generate(
 ) -> Int[jax.Array, "B max_new_tokens"]:
     """Continues each row of the prompt.
 
-    The prompt is padded to a power of two of at least 16 tokens, and the padding masked out, so that
-    prompts of many lengths share one compilation.
+    The prompt is padded to a power of two of at least 16 tokens, and the padding masked out, so
+    that prompts of many lengths share one compilation.
 
     Args:
         model: the language model.
@@ -38,18 +38,20 @@ def generate(
         top_k: choose among the k most likely tokens only.
         top_p: choose among the fewest most likely tokens whose probabilities reach p.
         stop_token: once a row has chosen it, the rest of the row is filled with it.
-        prompt_mask: True at real tokens, [B, T], for prompts of several lengths: padding may be anywhere,
-            but each row needs a real token.
+        prompt_mask: True at real tokens, [B, T], for prompts of several lengths: padding may be
+            anywhere, but each row needs a real token.
 
     Returns:
         The new tokens, [B, max_new_tokens], int32.
 
     Raises:
-        ValueError: an argument does not fit, or prompt and new tokens are more than a KV cache holds.
+        ValueError: an argument does not fit, or prompt and new tokens are more than a KV cache
+            holds.
 
     References:
-        Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv 1904.09751), section 3.1,
-        for top_p; Fan et al., "Hierarchical Neural Story Generation" (arXiv 1805.04833), for top_k.
+        Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv 1904.09751), section
+        3.1, for top_p; Fan et al., "Hierarchical Neural Story Generation" (arXiv 1805.04833), for
+        top_k.
 
     Example:
         >>> import jax.numpy as jnp
@@ -138,8 +140,8 @@ def _generate(
     prompt: jax.Array,
     mask: jax.Array,
     key: jax.Array,
-    temperature: float,
-    top_p: float | None,
+    temperature: float | jax.Array,
+    top_p: float | jax.Array | None,
     *,
     max_new_tokens: int,
     top_k: int | None,

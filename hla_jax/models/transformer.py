@@ -26,8 +26,8 @@ State = tuple[nn.MixerState, ...]
 class Block(nnx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)), with a squared ReLU inside the MLP.
 
-    The squared ReLU (So et al., "Primer", arXiv 2109.08668, section 3) needs no transcendental function: on
-    a CPU the MLP then trains three times as fast as with a GELU.
+    The squared ReLU (So et al., "Primer", arXiv 2109.08668, section 3) needs no transcendental
+    function: on a CPU the MLP then trains three times as fast as with a GELU.
     """
 
     def __init__(
@@ -49,11 +49,12 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T F"],
+        x: Float[jax.Array, "B T F"],
         state: nn.MixerState | None = None,
         mask: Mask | None = None,
         segment_ids: SegmentIds | None = None,
-    ) -> tuple[Float[Array, "B T F"], nn.MixerState]:
+    ) -> tuple[Float[jax.Array, "B T F"], nn.MixerState]:
+        """Keeps the protocol of the token-mixing layers, see `hla_jax.nn.Mixer`."""
         y, state = self.mixer(self.mixer_norm(x), state, mask, segment_ids)
         x = x + y
         return x + self.down(jnp.square(jax.nn.relu(self.up(self.mlp_norm(x))))), state
@@ -67,14 +68,16 @@ class TransformerLM(nnx.Module):
         num_layers: how many blocks.
         num_heads: H, query heads of each.
         features: F, width of the residual stream.
-        mixer: the token-mixing layer: "linear", "hla2", "ahla", "hla3", "softmax", or anything that makes
-            one when called with num_heads, in_features, dtype, param_dtype, rngs and `mixer_options`.
+        mixer: the token-mixing layer: "linear", "hla2", "ahla", "hla3", "softmax", or anything that
+            makes one when called with num_heads, in_features, dtype, param_dtype, rngs and
+            `mixer_options`.
         mlp_features: width inside the MLP (default 4 F).
         tied: whether the logits' matrix is the embedding's.
         dtype: of the computation; None means the parameters'.
         param_dtype: of the parameters.
         rngs: the source of the initial parameters.
-        **mixer_options: go to the token-mixing layers, for example num_kv_heads, decay or max_length.
+        **mixer_options: go to the token-mixing layers, for example num_kv_heads, decay or
+            max_length.
 
     Raises:
         ValueError: mixer is a name that is not among these.
@@ -156,7 +159,7 @@ class TransformerLM(nnx.Module):
         state: State | None = None,
         mask: Mask | None = None,
         segment_ids: SegmentIds | None = None,
-    ) -> tuple[Float[Array, "B T F"], State]:
+    ) -> tuple[Float[jax.Array, "B T F"], State]:
         """Returns what `logits` reads, for the caller who wants them at few tokens only."""
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -170,7 +173,7 @@ class TransformerLM(nnx.Module):
             states.append(after)
         return self.norm(x), tuple(states)
 
-    def logits(self, x: Float[Array, "*B F"]) -> Float[Array, "*B V"]:
+    def logits(self, x: Float[jax.Array, "*B F"]) -> Float[jax.Array, "*B V"]:
         """Maps features to logits."""
         return self.embed.attend(x) if self.head is None else self.head(x)
 

@@ -1,4 +1,4 @@
-"""Flax NNX layers, all with one call: `y, state = layer(x, state=None, mask=None, segment_ids=None)`."""
+"""Flax NNX layers with one call, `y, state = layer(x, state=None, mask=None, segment_ids=None)`."""
 
 from hla_jax.nn.mixer import Mixer, MixerOptions, MixerState
 from hla_jax.nn.recurrent import AHLA, HLA2, HLA3, LinearAttention, Recurrent, RecurrentOptions

@@ -1,4 +1,4 @@
-"""What all token-mixing layers share: projections, heads, norms, positions and the call protocol."""
+"""What token-mixing layers share: projections, heads, norms, positions, the call protocol."""
 
 from typing import Any, NamedTuple, TypedDict
 
@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from hla_jax._types import Array, Keys, Mask, Outputs, Queries, SegmentIds, Values
+from hla_jax._types import Array, Mask, SegmentIds
 from hla_jax.attention import segment_numbers
 from hla_jax.nn.rotary import rotary
 
@@ -18,8 +18,8 @@ class MixerState(NamedTuple):
 
     Attributes:
         memory: the operator's state, or the KV cache.
-        position: the next token's position, int32 [B]: how many unmasked tokens its row's segment has so
-            far. None in a layer that does not use positions.
+        position: the next token's position, int32 [B]: how many unmasked tokens its row's segment
+            has so far. None in a layer that does not use positions.
     """
 
     memory: Any
@@ -29,9 +29,9 @@ class MixerState(NamedTuple):
 class Tokens(NamedTuple):
     """What a call knows about its tokens besides their features."""
 
-    mask: Mask | None
-    segment_ids: SegmentIds | None
-    positions: Int[Array, "B T"] | None
+    mask: Bool[jax.Array, "B T"] | None
+    segment_ids: Int[jax.Array, "B T"] | None
+    positions: Int[jax.Array, "B T"]
 
 
 class MixerOptions(TypedDict, total=False):
@@ -51,10 +51,10 @@ class MixerOptions(TypedDict, total=False):
 class Mixer(nnx.Module):
     """The shared part of the layers; a subclass says how heads are mixed and what its memory is.
 
-    A token whose mask is False changes no other output and no state, does not advance the positions,
-    and gets output 0, whatever it contains. Each segment is computed as if it were alone: positions count
-    the unmasked tokens since the segment's start. A given state continues the row's first segment, and
-    the returned one is the last segment's.
+    A token whose mask is False changes no other output and no state, does not advance the
+    positions, and gets output 0, whatever it contains. Each segment is computed as if it were
+    alone: positions count the unmasked tokens since the segment's start. A given state continues
+    the row's first segment, and the returned one is the last segment's.
 
     Args:
         num_heads: H, query heads.
@@ -62,11 +62,11 @@ class Mixer(nnx.Module):
         num_kv_heads: K, a divisor of H (default H).
         head_dim: D, width of queries and keys (default F // H).
         value_head_dim: E, width of values (default D).
-        qk_norm: whether each query and key is normalised to a root mean square of 1 (times a learned
-            gain per channel), before rotary positions and feature maps. With the factor D ** -0.5 of the
-            affinities, these are then of order 1.
-        output_norm: whether each head's output is normalised so. Sums of two or three affinities grow
-            with the number of tokens; this takes their scale away.
+        qk_norm: whether each query and key is normalised to a root mean square of 1 (times a
+            learned gain per channel), before rotary positions and feature maps. With the factor
+            D ** -0.5 of the affinities, these are then of order 1.
+        output_norm: whether each head's output is normalised so. Sums of two or three affinities
+            grow with the number of tokens; this takes their scale away.
         rotary: whether queries and keys are rotated by their positions (`rotary`).
         rotary_base: its base.
         dtype: of the computation; None means the promotion of inputs and parameters.
@@ -135,15 +135,15 @@ class Mixer(nnx.Module):
         state: MixerState | None = None,
         mask: Mask | None = None,
         segment_ids: SegmentIds | None = None,
-    ) -> tuple[Float[Array, "B T F"], MixerState]:
+    ) -> tuple[Float[jax.Array, "B T F"], MixerState]:
         """Mixes the tokens; T = 1 with a state is a decoding step.
 
         Args:
             x: features, [B, T, F].
             state: what came before; None means nothing.
             mask: True at real tokens, [B, T]; None means everywhere.
-            segment_ids: integers, [B, T]: a segment starts where the id of an unmasked token differs from
-                that of the last unmasked token.
+            segment_ids: integers, [B, T]: a segment starts where the id of an unmasked token
+                differs from that of the last unmasked token.
 
         Returns:
             y: mixed features, [B, T, F].
@@ -157,10 +157,8 @@ class Mixer(nnx.Module):
         if mask is not None:
             x = jnp.where(mask[..., None], x, 0)  # so that nothing it holds meets a gradient
         memory, start = (None, None) if state is None else state
-        positions = position = None
-        if self.uses_positions:
-            start = jnp.zeros(x.shape[:1], jnp.int32) if start is None else start
-            positions, position = count_positions(x.shape[:2], start, mask, segment_ids)
+        start = jnp.zeros(x.shape[:1], jnp.int32) if start is None else start
+        positions, position = count_positions(x.shape[:2], start, mask, segment_ids)
         q, k, v = self._project(x, positions)
         o, memory = self._mix(x, q, k, v, memory, Tokens(mask, segment_ids, positions))
         if self.output_norm is not None:
@@ -168,7 +166,7 @@ class Mixer(nnx.Module):
         y = self.out(o.reshape(*x.shape[:2], self.num_heads * self.value_head_dim))
         if mask is not None:
             y = jnp.where(mask[..., None], y, 0)
-        return y, MixerState(memory, position)
+        return y, MixerState(memory, position if self.uses_positions else None)
 
     def init_state(self, batch_size: int) -> MixerState:
         """Returns the state before any token, for `batch_size` rows."""
@@ -177,19 +175,20 @@ class Mixer(nnx.Module):
 
     @property
     def uses_positions(self) -> bool:
+        """Whether the state counts tokens."""
         return self.rotary
 
     def _mix(
-        self, x: jax.Array, q: Queries, k: Keys, v: Values, memory: Any, tokens: Tokens
-    ) -> tuple[Outputs, Any]:
+        self, x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, memory: Any, tokens: Tokens
+    ) -> tuple[jax.Array, Any]:
         raise NotImplementedError
 
     def _init_memory(self, batch_size: int) -> Any:
         raise NotImplementedError
 
     def _project(
-        self, x: jax.Array, positions: Int[Array, "B T"] | None
-    ) -> tuple[Queries, Keys, Values]:
+        self, x: jax.Array, positions: Int[jax.Array, "B T"]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         q = self.query(x).reshape(*x.shape[:2], self.num_heads, self.head_dim)
         k = self.key(x).reshape(*x.shape[:2], self.num_kv_heads, self.head_dim)
         v = self.value(x).reshape(*x.shape[:2], self.num_kv_heads, self.value_head_dim)
@@ -244,7 +243,7 @@ def count_positions(
         [[5 6 0 1]] [2]
     """
     if shape[1] == 0:
-        return jnp.zeros(shape, jnp.int32), start
+        return jnp.zeros(shape, jnp.int32), jnp.asarray(start)
     real = jnp.ones(shape, bool) if mask is None else mask
     before = jnp.cumsum(real, axis=1, dtype=jnp.int32) - real
     offset = -start[

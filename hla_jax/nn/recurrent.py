@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from hla_jax import feature_maps, ops
-from hla_jax._types import FeatureMaps, Keys, Outputs, Queries, Values
+from hla_jax._types import FeatureMaps
 from hla_jax.nn.mixer import Mixer, MixerOptions, Tokens
 
 Decay = Literal["learned"] | float | Sequence[float] | None
@@ -29,15 +29,16 @@ class RecurrentOptions(MixerOptions, total=False):
 class Recurrent(Mixer):
     """A layer around an operator that has a step: the shared part of the layers below.
 
-    Every affinity is multiplied by D ** -0.5.
+    Every affinity is multiplied by D ** -0.5. With a learned decay, all of them train faster than
+    without, and their states stay bounded: so it is the default.
 
     Args:
         num_heads: see `Mixer`.
         in_features: see `Mixer`.
         operator_options: what this layer passes to its operator, and to the operator's step.
-        decay: how much of the state a token keeps, in (0, 1]. None: all of it. A number, or one per kv
-            head: that much. "learned": exp(-softplus(w . x + b)), per token and kv head; at first the heads
-            forget over 2 to 512 tokens.
+        decay: how much of the state each token leaves, in (0, 1]. "learned": exp(-softplus(w . x + b)),
+            per token and kv head; at first the heads forget over 2 to 512 tokens. A number, or one per
+            kv head: that much. None: all of it.
         implementation: the operator's, for more than one token.
         chunk_size: the operator's.
         precision: the operator's.
@@ -57,7 +58,7 @@ class Recurrent(Mixer):
         in_features: int,
         *,
         operator_options: dict[str, Any],
-        decay: Decay = None,
+        decay: Decay = "learned",
         implementation: str | None = None,
         chunk_size: int | None = None,
         precision: jax.lax.PrecisionLike = None,
@@ -74,20 +75,19 @@ class Recurrent(Mixer):
         self.engine = (("implementation", implementation), ("chunk_size", chunk_size))
         if isinstance(decay, str) and decay != "learned":
             raise ValueError(f"decay must be 'learned', numbers in (0, 1] or None; got {decay!r}")
-        learned = isinstance(decay, str)
-        self.decay = _decay_logits(self, rngs) if learned else None
-        self.log_decay = None if learned or decay is None else _logs(decay, self.num_kv_heads)
+        self.decay = _decay_logits(self, rngs) if isinstance(decay, str) else None
+        self.log_decay = None if isinstance(decay, str) else _logs(decay, self.num_kv_heads)
 
     def _mix(
-        self, x: jax.Array, q: Queries, k: Keys, v: Values, memory: Any, tokens: Tokens
-    ) -> tuple[Outputs, Any]:
+        self, x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, memory: Any, tokens: Tokens
+    ) -> tuple[jax.Array, Any]:
         log_decay = None if self.log_decay is None else jnp.asarray(self.log_decay, jnp.float32)
         if self.decay is not None:
             log_decay = -jax.nn.softplus(self.decay(x))
         options = dict(self.step_options)
         if x.shape[1] == 1 and memory is not None:  # a single token continues its segment
             token = [a[:, 0] for a in (q, k, v)]
-            if self.decay is not None:
+            if log_decay is not None and log_decay.ndim == 3:
                 log_decay = log_decay[:, 0]
             mask = None if tokens.mask is None else tokens.mask[:, 0]
             o, memory = type(self).operator_step(
@@ -119,7 +119,9 @@ class Recurrent(Mixer):
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run))
 
 
-def _logs(decay: float | Sequence[float], num_kv_heads: int) -> tuple[float, ...]:
+def _logs(decay: float | Sequence[float] | None, num_kv_heads: int) -> tuple[float, ...] | None:
+    if decay is None:
+        return None
     kept = np.asarray(decay, np.float64)
     if kept.shape not in ((), (num_kv_heads,)) or not ((kept > 0) & (kept <= 1)).all():
         raise ValueError(f"decay must be in (0, 1], one number or {num_kv_heads}; got {decay}")
@@ -127,7 +129,7 @@ def _logs(decay: float | Sequence[float], num_kv_heads: int) -> tuple[float, ...
 
 
 def _decay_logits(layer: Mixer, rngs: nnx.Rngs) -> nnx.Linear:
-    """The projection z with decay exp(-softplus(z)), in float32 at least: a decay near 1 needs its digits."""
+    """The projection z with decay exp(-softplus(z)), in float32 at least: decays near 1 need it."""
 
     def spread(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Float[jax.Array, " K"]:
         rate = jnp.geomspace(1 / 2, 1 / 512, shape[0], dtype=dtype)
@@ -144,7 +146,7 @@ def _decay_logits(layer: Mixer, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 class LinearAttention(Recurrent):
-    """Linear attention as a layer, o_t = sum_{s <= t} (phi(q_t) . phi(k_s)) v_s, by default normalised.
+    """Linear attention as a layer: sums (phi(q_t) . phi(k_s)) v_s over s <= t; normalised.
 
     Args:
         num_heads: see `Mixer`.
@@ -184,7 +186,7 @@ class LinearAttention(Recurrent):
 
 
 class HLA2(Recurrent):
-    """Second-order attention as a layer: sums (q_t . k_i)(k_i . q_j) v_j over i <= j <= t.
+    """Second-order attention: sums (q_t . k_i)(k_i . q_j) v_j over i <= j <= t.
 
     Args:
         num_heads: see `Mixer`.
@@ -202,7 +204,7 @@ class HLA2(Recurrent):
     Example:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
-        >>> layer = HLA2(num_heads=2, in_features=8, decay="learned", rngs=nnx.Rngs(0))
+        >>> layer = HLA2(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((1, 5, 8)))
         >>> y, state = layer(jnp.ones((1, 1, 8)), state)
         >>> print(y.shape, state.memory.kk.shape, state.memory.f.shape, state.position)
@@ -229,7 +231,7 @@ class HLA2(Recurrent):
 
 
 class AHLA(Recurrent):
-    """Asymmetric second-order attention as a layer: sums (q_t . k_i)(q_i . k_j) v_j over j <= i <= t.
+    """Asymmetric second-order attention: sums (q_t . k_i)(q_i . k_j) v_j over j <= i <= t.
 
     Args:
         num_heads: see `Mixer`.
@@ -269,7 +271,7 @@ class AHLA(Recurrent):
 
 
 class HLA3(Recurrent):
-    """Third-order attention as a layer: sums (q_t . k_i)(k_i . q_u)(q_u . k_j) v_j over i, j <= u <= t.
+    """Third-order attention: sums (q_t . k_i)(k_i . q_u)(q_u . k_j) v_j over i, j <= u <= t.
 
     Args:
         num_heads: see `Mixer`.

@@ -10,10 +10,10 @@ from hla_jax._types import Array
 def rotary(
     x: Float[Array, "*B T H D"], positions: Int[Array, "*B T"], *, base: float = 10_000.0
 ) -> Float[jax.Array, "*B T H D"]:
-    r"""Rotates channel i together with channel i + D // 2 by the angle position * base^(-i / (D // 2)).
+    """Rotates channels i and i + D // 2 by the angle position * base^(-i / (D // 2)).
 
-    The product of a query and a key rotated so depends on their positions' difference alone. Each affinity
-    of a higher-order operator is such a product, so this holds for all operators here.
+    The product of a query and a key rotated so depends on their positions' difference alone. Each
+    affinity of a higher-order operator is such a product, so this holds for all operators here.
 
     Args:
         x: queries or keys, [*B, T, H, D]. If D is odd its last channel is left as it is.

@@ -5,9 +5,9 @@ from typing import NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from hla_jax._types import Array, Keys, Outputs, Queries, Values
 from hla_jax.attention.segments import segment_numbers
 from hla_jax.attention.softmax import attend, softmax_attention
 from hla_jax.nn.mixer import Mixer, MixerOptions, Tokens
@@ -21,38 +21,39 @@ class KVCache(NamedTuple):
         v: [B, M, K, E].
     """
 
-    k: Float[Array, "B M K D"]
-    v: Float[Array, "B M K E"]
+    k: Float[jax.Array, "B M K D"]
+    v: Float[jax.Array, "B M K E"]
 
 
 class SoftmaxAttention(Mixer):
     """Causal softmax attention with a KV cache: the layer that the others are compared with.
 
-    The cache holds `max_length` positions. A token past them is an error where its position is known
-    while Python runs (outside jit, or by its static length); inside jit its output is NaN, so that it
-    cannot go unnoticed, and no other token is touched.
+        The cache holds `max_length` positions. A token past them is an error where its position is
+        known while Python runs (outside jit, or by its static length); inside jit its output is NaN, so
+        that it cannot go unnoticed, and no other token is touched.
 
-    Args:
-        num_heads: see `Mixer`.
-        in_features: see `Mixer`.
-        max_length: M, how many unmasked tokens a segment may have.
-        rngs: see `Mixer`.
-        **options: see `Mixer`; output_norm is off by default.
+        Args:
+            num_heads: see `Mixer`.
+            in_features: see `Mixer`.
+            max_length: M, how many unmasked tokens a segment may have.
+            rngs: see `Mixer`.
+            **options: see `Mixer`; output_norm is off by default.
 
-    Raises:
-        ValueError: an option does not fit, or (from calls) a position is past max_length.
+        Raises:
+            ValueError: an option does not fit, or (from calls) a position is past max_length.
 
-    References:
-        Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 3.2.2.
+        References:
+            Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 3.2.2.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from flax import nnx
-        >>> layer = SoftmaxAttention(num_heads=2, in_features=8, max_length=4, rngs=nnx.Rngs(0))
-        >>> y, state = layer(jnp.ones((1, 3, 8)))
-        >>> y, state = layer(jnp.ones((1, 1, 8)), state)
-        >>> print(y.shape, state.memory.k.shape, state.position)
-        (1, 1, 8) (1, 4, 2, 4) [4]
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from flax import nnx
+    from jax.typing import DTypeLike
+            >>> layer = SoftmaxAttention(num_heads=2, in_features=8, max_length=4, rngs=nnx.Rngs(0))
+            >>> y, state = layer(jnp.ones((1, 3, 8)))
+            >>> y, state = layer(jnp.ones((1, 1, 8)), state)
+            >>> print(y.shape, state.memory.k.shape, state.position)
+            (1, 1, 8) (1, 4, 2, 4) [4]
     """
 
     def __init__(
@@ -73,17 +74,18 @@ class SoftmaxAttention(Mixer):
 
     @property
     def uses_positions(self) -> bool:
-        return True  # the cache needs them
+        """Always: the cache needs them."""
+        return True
 
     def _mix(
         self,
         x: jax.Array,
-        q: Queries,
-        k: Keys,
-        v: Values,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
         memory: KVCache | None,
         tokens: Tokens,
-    ) -> tuple[Outputs, KVCache]:
+    ) -> tuple[jax.Array, KVCache]:
         mask, segment_ids, positions = tokens
         self._check_length(tokens)
         old = self._init_memory(len(x), k.dtype) if memory is None else memory
@@ -91,7 +93,7 @@ class SoftmaxAttention(Mixer):
         cache = self._write(old, k, v, tokens, number)
 
         if memory is None:
-            o = softmax_attention(q, k, v, mask=mask, segment_ids=segment_ids)
+            o = jnp.asarray(softmax_attention(q, k, v, mask=mask, segment_ids=segment_ids))
         elif number is None:
             visible = jnp.arange(self.max_length) <= positions[..., None]
             o = attend(q, cache.k, cache.v, visible)
@@ -114,7 +116,7 @@ class SoftmaxAttention(Mixer):
             o = jnp.where((past if mask is None else past & mask)[..., None, None], jnp.nan, o)
         return o, cache
 
-    def _init_memory(self, batch_size: int, dtype: jnp.dtype | None = None) -> KVCache:
+    def _init_memory(self, batch_size: int, dtype: DTypeLike | None = None) -> KVCache:
         dtype = dtype or self.dtype or self.param_dtype
         rows = (batch_size, self.max_length, self.num_kv_heads)
         return KVCache(
@@ -122,7 +124,12 @@ class SoftmaxAttention(Mixer):
         )
 
     def _write(
-        self, cache: KVCache, k: Keys, v: Values, tokens: Tokens, number: jax.Array | None
+        self,
+        cache: KVCache,
+        k: jax.Array,
+        v: jax.Array,
+        tokens: Tokens,
+        number: jax.Array | None,
     ) -> KVCache:
         """Puts the last segment's tokens into the slots of their positions."""
         keep = tokens.positions < self.max_length
@@ -148,6 +155,6 @@ class SoftmaxAttention(Mixer):
             length = positions.shape[1] if mask is None and segment_ids is None else 0
         if length > self.max_length:
             raise ValueError(
-                f"the KV cache holds max_length={self.max_length} positions; got a token at position "
-                f"{length - 1}"
+                f"the KV cache holds max_length={self.max_length} positions; got a token at "
+                f"position {length - 1}"
             )

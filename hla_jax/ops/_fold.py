@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hla_jax import kernels
-from hla_jax._types import FeatureMaps, LogDecay, Mask, MaskStep, SegmentIds
+from hla_jax._types import FeatureMaps, LogDecay, Mask, MaskStep, Number, SegmentIds
 
 State = TypeVar("State", bound=tuple)
 
@@ -177,7 +177,9 @@ def finish(x: Folded, o: Pair, state: State, like, *, initial_state: State | Non
         mass = o.one + jnp.asarray(eps, x.dtype)
         if x.mask is not None:  # its sum may be exactly 0
             mass = jnp.where(x.mask[..., None], mass, 1)
-        out = out / mass[..., None]
+        # Not out / mass[..., None]: the transpose of that broadcast is a sum over the last axis,
+        # which XLA's CPU backend computes one number at a time.
+        out = jnp.einsum("...e,...->...e", out, 1 / mass, precision=lax.Precision.HIGHEST)
     if initial_state is not None:
         state = jax.tree.map(
             lambda s, given: s.astype(jnp.result_type(given)), state, initial_state
@@ -196,9 +198,9 @@ class StepOptions(TypedDict, total=False):
     normalize: bool
     feature_map: FeatureMaps
     log_decay: LogDecay | None
-    scale: float
+    scale: Number
     mask: MaskStep | None
-    eps: float
+    eps: Number
     precision: lax.PrecisionLike
 
 
@@ -207,7 +209,7 @@ class WeightOptions(TypedDict, total=False):
 
     feature_map: FeatureMaps
     log_decay: LogDecay | None
-    scale: float
+    scale: Number
     mask: Mask | None
     segment_ids: SegmentIds | None
     precision: lax.PrecisionLike
