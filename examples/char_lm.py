@@ -33,14 +33,14 @@ from matplotlib import pyplot as plt
 WINDOW = 128  # decoding steps timed at each position
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--mixer", default="hla2", choices=["linear", "hla2", "ahla", "hla3", "softmax"])
     add("--text", type=Path, help="a file to learn instead of Python's documentation")
-    add("--steps", type=int, default=400)
+    add("--steps", type=int, default=350)
     add("--batch", type=int, default=8, help="rows of a step")
     add("--length", type=int, default=256, help="bytes of a row")
     add("--layers", type=int, default=3)
@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--prompt", default="The ", help="what the generated text starts with")
     positions = [64, 512, 1024, 2048, 3072, 4096]
     add("--positions", type=int, nargs="+", default=positions, help="where decoding is timed")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     args.out = args.out or Path("runs") / f"char_lm-{args.mixer}"
     args.checkpoint_dir = (args.checkpoint_dir or args.out / "checkpoints").resolve()
     return args
@@ -99,7 +99,7 @@ def reference_figures(train: np.ndarray, held_out: np.ndarray) -> dict[str, floa
 
 
 def make_model(args: argparse.Namespace, mixer: str, max_length: int = 4096) -> TransformerLM:
-    options = {"max_length": max_length} if mixer == "softmax" else {}
+    options: dict[str, Any] = {"max_length": max_length} if mixer == "softmax" else {}
     return TransformerLM(
         256,
         num_layers=args.layers,
@@ -121,7 +121,7 @@ class Training(NamedTuple):
 
 
 def make_optimiser(args: argparse.Namespace) -> optax.GradientTransformation:
-    """Muon for the matrices, Adam for the embedding, gains and decays; both warm up, then fade out."""
+    """Muon for the matrices, Adam for embedding, gains and decays; both warm up, then fade out."""
 
     def schedule(peak: float) -> optax.Schedule:
         warmup = max(1, args.steps // 20)
@@ -288,8 +288,10 @@ def decode_times(args: argparse.Namespace, mixer: str) -> list[float]:
     """
 
     def run(model: TransformerLM, position: int) -> float:
-        at = jnp.full((1,), position, jnp.int32)
-        state = tuple(layer._replace(position=at) for layer in model.init_state(1))
+        state = tuple(
+            layer._replace(position=jnp.full((1,), position, jnp.int32))
+            for layer in model.init_state(1)
+        )
         graph, params = nnx.split(model)
         jax.block_until_ready(state)
         start = time.perf_counter()

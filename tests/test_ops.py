@@ -135,7 +135,7 @@ def test_float32_loses_nothing_but_rounding(name, implementation):
     )
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", [*FOUR, "hla2_unmasked_ridge", "hla3_published"])
 def test_bfloat16_rounds_inputs_and_outputs_alone(name):
     inputs = make_inputs(name, 65, decay="token")
     check_against_naive(name, inputs, tolerance=3e-3, dtype=jnp.bfloat16, chunk_size=16)

@@ -60,12 +60,11 @@ def causal_linear(
 
 
 def _run(x: Operands, *, implementation, chunk_size, **options) -> Results:
-    P, m = vary_like((x.P, x.m), x)  # they enter a loop's carry
-    x = x._replace(P=P, m=m)
+    x = vary_like(x, x)
     T = x.q.shape[x.token_axis]
     if T == 0:
-        z = None if m is None else jnp.zeros(x.q.shape[:-1], P.dtype)
-        return Results(jnp.zeros(x.q.shape[:-1] + x.v.shape[-1:], P.dtype), z, P, m)
+        z = None if x.m is None else jnp.zeros(x.q.shape[:-1], x.P.dtype)
+        return Results(jnp.zeros(x.q.shape[:-1] + x.v.shape[-1:], x.P.dtype), z, x.P, x.m)
     chunk_size = min(T, chunk_size or CHUNK_SIZE)
     match implementation:
         case None if T == 1:

@@ -11,7 +11,6 @@ D holds the decay between two tokens of the chunk, b from the chunk's start to e
 each token to the chunk's end, rho over the whole chunk. FLOPs: 2 c g (c + D) (D + E) forward.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -90,7 +89,7 @@ def _sums(keys, values, weights, precision):
 
 def output(q, k, v, w, terms: Decay, P, m, *, precision):
     """Returns O [c, g, E] and z [c, g] (None without w)."""
-    A = jnp.einsum("tgd,sd->tgs", q, k, precision=precision) * terms.D[:, None]
+    A = _decayed(jnp.einsum("tgd,sd->tgs", q, k, precision=precision), terms)
     q = q * terms.b[:, None, None]
     o = jnp.einsum("tgs,se->tge", A, v, precision=precision)
     o += jnp.einsum("tgd,de->tge", q, P, precision=precision)
@@ -109,7 +108,7 @@ def cotangents(q, k, v, w, terms: Decay, P, m, do, dz, L, mu, *, power, precisio
     def dot(spec, *x):
         return jnp.einsum(spec, *x, precision=precision)
 
-    A = dot("tgd,sd->tgs", q, k) * terms.D[:, None]
+    A = _decayed(dot("tgd,sd->tgs", q, k), terms)
     X = dot("tge,se->tgs", do, v)
     start = dot("tge,de->tgd", do, P)
     end = dot("se,de->sd", v, L)
@@ -121,7 +120,7 @@ def cotangents(q, k, v, w, terms: Decay, P, m, do, dz, L, mu, *, power, precisio
         start += dz[..., None] * m
         end += w[:, None] * mu
         dw = dot("tgs,tg->s", A, dz) + dot("sd,d->s", k_end, mu)
-    H = X * terms.D[:, None]
+    H = _decayed(X, terms)
     start *= terms.b[:, None, None]
     end *= terms.e[:, None]
     dq = dot("tgs,sd->tgd", H, k) + start
@@ -129,12 +128,14 @@ def cotangents(q, k, v, w, terms: Decay, P, m, do, dz, L, mu, *, power, precisio
     if not power:
         return dq, dk, dv, dw, None
 
-    full = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-    inside = full("tgs,tgs->ts", A, X)  # what flows from s to t
-    entering = full("tgd,tgd->t", q, start)
-    leaving = full("sd,sd->s", k, end)
-    through = terms.rho * (jnp.sum(L * P) + (0 if w is None else jnp.sum(mu * m)))
-    return dq, dk, dv, dw, power * _crossing(inside, entering, leaving, through)
+    inside = _product("tgs,tgs->ts", A, X)  # what flows from s to t
+    entering = _product("tgd,tgd->t", q, start)
+    leaving = _product("sd,sd->s", k, end)
+    through = _product("de,de->", L, P)
+    if w is not None:
+        through += _product("d,d->", mu, m)
+    crossing = _crossing(inside, entering, leaving, terms.rho * through)
+    return dq, dk, dv, dw, power * crossing
 
 
 def _crossing(inside, entering, leaving, through):
@@ -145,7 +146,20 @@ def _crossing(inside, entering, leaving, through):
     c = len(leaving)
     since = jnp.triu(jnp.ones((c, c), inside.dtype))  # [t, u]: u >= t
     before = 1 - since  # [t, s]: s < t
-    full = lax.Precision.HIGHEST
-    pairs = jnp.sum(jnp.matmul(since, inside, precision=full) * before, axis=1)
-    ends = jnp.matmul(since, entering, precision=full) + jnp.matmul(before, leaving, precision=full)
+    pairs = _product("ts,ts->t", _product("tu,us->ts", since, inside), before)
+    ends = _product("tu,u->t", since, entering) + _product("ts,s->t", before, leaving)
     return pairs + ends + through
+
+
+def _decayed(A, terms: Decay):
+    """Returns A . D for A [c, g, c]."""
+    return _product("tgs,ts->tgs", A, terms.D)
+
+
+def _product(spec, *operands):
+    """An exact einsum of what does not go through a matmul unit's rounding.
+
+    Also in place of `jnp.sum(a * b)`, and of products whose derivative is one: of these XLA's CPU
+    backend makes scalar loops, and jaxlib 0.10.2 crashes on some.
+    """
+    return jnp.einsum(spec, *operands, precision=lax.Precision.HIGHEST)

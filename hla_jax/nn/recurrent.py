@@ -36,9 +36,9 @@ class Recurrent(Mixer):
         num_heads: see `Mixer`.
         in_features: see `Mixer`.
         operator_options: what this layer passes to its operator, and to the operator's step.
-        decay: how much of the state each token leaves, in (0, 1]. "learned": exp(-softplus(w . x + b)),
-            per token and kv head; at first the heads forget over 2 to 512 tokens. A number, or one per
-            kv head: that much. None: all of it.
+        decay: how much of the state each token leaves, in (0, 1]. "learned": exp(-softplus(w . x +
+            b)), per token and kv head; at first the heads forget over 2 to 512 tokens. A number, or
+            one per kv head: that much. None: all of it.
         implementation: the operator's, for more than one token.
         chunk_size: the operator's.
         precision: the operator's.

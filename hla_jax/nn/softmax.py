@@ -28,32 +28,31 @@ class KVCache(NamedTuple):
 class SoftmaxAttention(Mixer):
     """Causal softmax attention with a KV cache: the layer that the others are compared with.
 
-        The cache holds `max_length` positions. A token past them is an error where its position is
-        known while Python runs (outside jit, or by its static length); inside jit its output is NaN, so
-        that it cannot go unnoticed, and no other token is touched.
+    The cache holds `max_length` positions. A token past them is an error where its position is
+    known while Python runs (outside jit, or by its static length); inside jit its output is NaN, so
+    that it cannot go unnoticed, and no other token is touched.
 
-        Args:
-            num_heads: see `Mixer`.
-            in_features: see `Mixer`.
-            max_length: M, how many unmasked tokens a segment may have.
-            rngs: see `Mixer`.
-            **options: see `Mixer`; output_norm is off by default.
+    Args:
+        num_heads: see `Mixer`.
+        in_features: see `Mixer`.
+        max_length: M, how many unmasked tokens a segment may have.
+        rngs: see `Mixer`.
+        **options: see `Mixer`; output_norm is off by default.
 
-        Raises:
-            ValueError: an option does not fit, or (from calls) a position is past max_length.
+    Raises:
+        ValueError: an option does not fit, or (from calls) a position is past max_length.
 
-        References:
-            Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 3.2.2.
+    References:
+        Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 3.2.2.
 
-        Example:
-            >>> import jax, jax.numpy as jnp
-            >>> from flax import nnx
-    from jax.typing import DTypeLike
-            >>> layer = SoftmaxAttention(num_heads=2, in_features=8, max_length=4, rngs=nnx.Rngs(0))
-            >>> y, state = layer(jnp.ones((1, 3, 8)))
-            >>> y, state = layer(jnp.ones((1, 1, 8)), state)
-            >>> print(y.shape, state.memory.k.shape, state.position)
-            (1, 1, 8) (1, 4, 2, 4) [4]
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> layer = SoftmaxAttention(num_heads=2, in_features=8, max_length=4, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((1, 3, 8)))
+        >>> y, state = layer(jnp.ones((1, 1, 8)), state)
+        >>> print(y.shape, state.memory.k.shape, state.position)
+        (1, 1, 8) (1, 4, 2, 4) [4]
     """
 
     def __init__(

@@ -92,6 +92,8 @@ def fold(
     """Checks the arguments and folds all that is not algebra into plain arrays."""
     q, k, v = _checked_tokens(q, k, v, causal)
     *batch, S, K, _ = k.shape
+    if segment_ids is not None and q.shape[-3] != S:
+        raise ValueError(f"segment_ids needs T == S, got T = {q.shape[-3]} and S = {S}")
     mask = _checked("mask", mask, (*batch, S), jnp.bool_)
     segment_ids = _checked("segment_ids", segment_ids, (*batch, S), jnp.integer)
     if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
@@ -134,6 +136,12 @@ def fold_pairs(q, k, **options: Any) -> Folded:
     defaults = dict(feature_map=None, log_decay=None, scale=1.0, mask=None, segment_ids=None)
     shared = {**defaults, "precision": None, **options}
     return fold(q, k, k, normalize=False, implementation="quadratic", **shared)
+
+
+def in_state_dtype(x: Folded) -> Folded:
+    """Returns the tokens in the state's dtype, for a cascade that multiplies them elementwise."""
+    q, k, v = (a.astype(x.dtype) for a in (x.q, x.k, x.v.v))
+    return x._replace(q=q, k=k, v=x.v._replace(v=v))
 
 
 def zeros(x: Folded, *shape: int) -> jax.Array:

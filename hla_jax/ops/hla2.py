@@ -148,7 +148,7 @@ def hla2(
     (u, _), kk = x.la(x.q, x.k, Pair(x.k), Pair(s.kk))
     f = c = Pair(None)
     if not masked:
-        o, c = x.la(u + ridge * x.q, x.q, x.v, Pair(s.c, s.cz))
+        o, c = x.la(u + ridge * x.q.astype(x.dtype), x.q, x.v, Pair(s.c, s.cz))
     else:
         o, f = x.la(x.q, u, x.v, Pair(s.f, s.fz), power=2)
         if has_ridge:

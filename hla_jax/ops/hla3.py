@@ -178,6 +178,7 @@ def hla3(
 
 def _published(x, kk, qq, kv, f):
     """Algorithm 3 of the paper with a consistent decay, as five causal linear attentions."""
+    x = _fold.in_state_dtype(x)
     a, c, d, kk, qq = _published_terms(x, kk, qq)
     p, kv = x.la(x.q, x.k, x.v, kv, strict=True)
     second = Pair(d[..., None] * _per_query_head(x, x.v.v) + c[..., None] * p.v)
@@ -194,7 +195,7 @@ def _published_terms(x, kk, qq):
     k = _per_query_head(x, x.k)
     (a, _), (kk, _) = x.la(x.q, x.k, Pair(x.k), Pair(kk), strict=True)
     (n, _), (qq, _) = x.la(k, x.q, Pair(x.q), Pair(qq), strict=True)
-    c = jnp.sum(x.q * k, -1, dtype=x.dtype)
+    c = jnp.sum(x.q * k, -1)
     return a, c, jnp.sum(k * n, -1) + c**2, kk, qq
 
 
@@ -284,6 +285,7 @@ def hla3_weights(
     matmul = partial(jnp.matmul, precision=x.options["precision"])
     kk, qq = _fold.zeros(x, K, D, D), _fold.zeros(x, H, D, D)
     if variant == "published":
+        x = _fold.in_state_dtype(x)
         a, c, d, _, _ = _published_terms(x, kk, qq)
         outer = x.weights(x.q, x.k, power=3)
         inner = x.weights(x.q, x.k, strict=True)
