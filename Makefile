@@ -5,9 +5,12 @@
 BIN := .venv/bin
 WORKERS ?= 2
 
-# A worker each for the cores; without the limits every worker would start threads for all of them.
-ONE_CORE := OMP_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
-PYTEST = $(ONE_CORE) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+# One worker per core: unlimited, each would start a thread per core. Nearly all of a test's time is
+# XLA's compiler, so `test` has it optimise nothing; `test-slow` compiles as users do.
+ONE_CORE := --xla_cpu_multi_thread_eigen=false
+QUICK := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
+PYTEST = OMP_NUM_THREADS=1 XLA_FLAGS="$(ONE_CORE) $(1) $(XLA_FLAGS)" \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 # $(call find_python,AT_LEAST,CANDIDATES) prints the first that runs, is new enough and can make a
 # virtual environment: a name on PATH may be a shim for a Python that is not there.
@@ -20,10 +23,10 @@ demo: .venv/installed
 	$(BIN)/python examples/char_lm.py --mixer hla2 $(ARGS)
 
 test: .venv/installed
-	$(PYTEST)
+	$(call PYTEST,$(QUICK))
 
 test-slow: .venv/installed
-	$(PYTEST) -m slow
+	$(call PYTEST) -m "slow or compiled"
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -50,7 +53,7 @@ test-newest:
 	"$$python" -m venv --clear .venv-newest && \
 	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable ".[test]" && \
 	$(BIN)/python -m pip list 2>/dev/null | grep -E '^(jax|flax|numpy|optax) ' && \
-	$(PYTEST)
+	$(call PYTEST,$(QUICK))
 
 .venv/installed: pyproject.toml
 	@if [ ! -x $(BIN)/python ]; then \

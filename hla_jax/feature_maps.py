@@ -19,25 +19,25 @@ __all__ = ["elu_plus_one", "exp", "identity", "relu", "softmax", "squared_relu",
 
 
 def elu_plus_one(x: Float[Array, "*B D"]) -> Float[jax.Array, "*B D"]:
-    """Returns x + 1 where x >= 0 and exp(x) elsewhere, which is elu(x) + 1 without its rounding.
+    """Returns x + 1 where x >= 0 and exp(x) elsewhere: elu(x) + 1 without its rounding.
 
     Written as `elu(x) + 1`, the tail is a small number rounded at the size of 1: in bfloat16 it is
     far off at x = -6 and 0 at x = -8, and a normaliser made of such features vanishes. Here each
     branch is computed by itself.
 
+    Source: Transformers are RNNs (Katharopoulos et al. 2020, arXiv 2006.16236), section 3.2.1,
+    equation 7.
+
     Args:
-        x: queries or keys, [..., D].
+      x: [..., D], queries or keys.
 
     Returns:
-        Positive features, [..., D], in x's dtype.
-
-    References:
-        Katharopoulos et al., "Transformers are RNNs" (arXiv 2006.16236), section 3.2.1, equation 7.
+      [..., D], positive, in x's dtype.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> print(elu_plus_one(jnp.array([-8.0, 0.0, 2.0], jnp.bfloat16)))
-        [0.000335693 1 3]
+      >>> import jax.numpy as jnp
+      >>> print(elu_plus_one(jnp.array([-8.0, 0.0, 2.0], jnp.bfloat16)))
+      [0.000335693 1 3]
     """
     x = jnp.asarray(x)
     # The exponent is masked too: an exp that overflows makes NaN gradients even where not taken.
@@ -47,19 +47,18 @@ def elu_plus_one(x: Float[Array, "*B D"]) -> Float[jax.Array, "*B D"]:
 def relu(x: Float[Array, "*B D"]) -> Float[jax.Array, "*B D"]:
     """Returns max(x, 0).
 
+    Source: cosFormer (Qin et al. 2022, arXiv 2202.08791), section 3.
+
     Args:
-        x: queries or keys, [..., D].
+      x: [..., D], queries or keys.
 
     Returns:
-        Features that are not negative, [..., D], in x's dtype.
-
-    References:
-        Qin et al., "cosFormer: Rethinking Softmax in Attention" (arXiv 2202.08791), section 3.
+      [..., D], not negative, in x's dtype.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> print(relu(jnp.array([-1.0, 2.0])))
-        [0. 2.]
+      >>> import jax.numpy as jnp
+      >>> print(relu(jnp.array([-1.0, 2.0])))
+      [0. 2.]
     """
     return jax.nn.relu(x)
 
@@ -67,19 +66,18 @@ def relu(x: Float[Array, "*B D"]) -> Float[jax.Array, "*B D"]:
 def squared_relu(x: Float[Array, "*B D"]) -> Float[jax.Array, "*B D"]:
     """Returns max(x, 0)^2, whose gradient is continuous at 0.
 
+    Source: Primer (So et al. 2021, arXiv 2109.08668).
+
     Args:
-        x: queries or keys, [..., D].
+      x: [..., D], queries or keys.
 
     Returns:
-        Features that are not negative, [..., D], in x's dtype.
-
-    References:
-        So et al., "Primer: Searching for Efficient Transformers" (arXiv 2109.08668), section 4.
+      [..., D], not negative, in x's dtype.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> print(squared_relu(jnp.array([-1.0, 3.0])))
-        [0. 9.]
+      >>> import jax.numpy as jnp
+      >>> print(squared_relu(jnp.array([-1.0, 3.0])))
+      [0. 9.]
     """
     return jnp.square(jax.nn.relu(x))
 
@@ -88,15 +86,15 @@ def exp(x: Float[Array, "*B D"]) -> Float[jax.Array, "*B D"]:
     """Returns e^x, each feature by itself; nothing is subtracted, so large inputs overflow.
 
     Args:
-        x: queries or keys, [..., D].
+      x: [..., D], queries or keys.
 
     Returns:
-        Positive features, [..., D], in x's dtype.
+      [..., D], positive, in x's dtype.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> print(exp(jnp.array([0.0])))
-        [1.]
+      >>> import jax.numpy as jnp
+      >>> print(exp(jnp.array([0.0])))
+      [1.]
     """
     return jnp.exp(x)
 
@@ -104,20 +102,19 @@ def exp(x: Float[Array, "*B D"]) -> Float[jax.Array, "*B D"]:
 def softmax(x: Float[Array, "*B D"]) -> Float[jax.Array, "*B D"]:
     """Returns exp(x) / sum(exp(x)) over the feature axis: each token's features are a distribution.
 
+    Source: Efficient Attention (Shen et al. 2018, arXiv 1812.01243), section 3.2. There keys are
+    normalised over tokens, which is not causal; here over features.
+
     Args:
-        x: queries or keys, [..., D].
+      x: [..., D], queries or keys.
 
     Returns:
-        Positive features that sum to 1, [..., D], in x's dtype.
-
-    References:
-        Shen et al., "Efficient Attention: Attention with Linear Complexities" (arXiv 1812.01243),
-        section 3.2. There keys are normalised over tokens, which is not causal; here over features.
+      [..., D], positive and of sum 1, in x's dtype.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> print(softmax(jnp.array([5.0, 5.0])))
-        [0.5 0.5]
+      >>> import jax.numpy as jnp
+      >>> print(softmax(jnp.array([5.0, 5.0])))
+      [0.5 0.5]
     """
     return jax.nn.softmax(x, axis=-1)
 
@@ -126,15 +123,15 @@ def identity(x: Float[Array, "*B D"]) -> Float[jax.Array, "*B D"]:
     """Returns x: affinities are plain inner products, of either sign.
 
     Args:
-        x: queries or keys, [..., D].
+      x: [..., D], queries or keys.
 
     Returns:
-        x, [..., D].
+      [..., D], in x's dtype.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> print(identity(jnp.array([-1.0, 2.0])))
-        [-1.  2.]
+      >>> import jax.numpy as jnp
+      >>> print(identity(jnp.array([-1.0, 2.0])))
+      [-1.  2.]
     """
     return jnp.asarray(x)
 
@@ -142,26 +139,25 @@ def identity(x: Float[Array, "*B D"]) -> Float[jax.Array, "*B D"]:
 def taylor(x: Float[Array, "*B D"]) -> Float[jax.Array, "*B N"]:
     """Returns features whose inner product is the second-order Taylor series of exp.
 
-    taylor(x) . taylor(y) = 1 + x.y + (x.y)^2 / 2, which is at least 1/2. Nothing is scaled: for the
-    affinity exp(q.k / sqrt(D)) of softmax attention, divide q and k by D^(1/4) each.
+    taylor(x) . taylor(y) = 1 + x . y + (x . y)^2 / 2, which is at least 1/2. Nothing is scaled: for
+    the affinity exp(q . k / sqrt(D)) of softmax attention, divide q and k by D^(1/4) each.
+
+    Source: Simple linear attention language models balance the recall-throughput tradeoff (Arora
+    et al. 2024, arXiv 2402.18668), section 3.
 
     Args:
-        x: queries or keys, [..., D].
+      x: [..., D], queries or keys.
 
     Returns:
-        Features, [..., 1 + D + D^2], in x's dtype: 1, then x, then x_i x_j / sqrt(2), j the faster.
-
-    References:
-        Arora et al., "Simple linear attention language models balance the recall-throughput
-        tradeoff" (arXiv 2402.18668), section 3.
+      [..., 1 + D + D^2] in x's dtype: 1, then x, then x_i x_j / sqrt(2), j the faster.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> x, y = jnp.array([1.0, 2.0]), jnp.array([3.0, -1.0])
-        >>> taylor(x).shape
-        (7,)
-        >>> bool(jnp.allclose(taylor(x) @ taylor(y), 1 + x @ y + (x @ y) ** 2 / 2))
-        True
+      >>> import jax.numpy as jnp
+      >>> x, y = jnp.array([1.0, 2.0]), jnp.array([3.0, -1.0])
+      >>> taylor(x).shape
+      (7,)
+      >>> bool(jnp.allclose(taylor(x) @ taylor(y), 1 + x @ y + (x @ y) ** 2 / 2))
+      True
     """
     x = jnp.asarray(x)
     *batch, d = x.shape

@@ -28,7 +28,7 @@ def sharded(
       A function with op's arguments and results.
 
     Raises:
-      ValueError: an axis is not the mesh's, or (when called) there is no batch axis to divide.
+      ValueError: an axis is not the mesh's, or (when called) does not divide the batch or heads.
 
     Example:
       >>> import jax, hla_jax as hla
@@ -42,13 +42,29 @@ def sharded(
     for name, axis in (("batch", batch), ("heads", heads)):
         if axis is not None and axis not in mesh.axis_names:
             raise ValueError(f"{name} must be None or one of {mesh.axis_names}, got {axis!r}")
+    if batch is not None and batch == heads:
+        raise ValueError(f"heads must be another axis than batch, got {heads!r} for both")
 
     def run(q, k, v, *, log_decay=None, mask=None, segment_ids=None, initial_state=None, **options):
-        if batch is not None and q.ndim == 3:
-            raise ValueError(f"q must have a batch axis for batch={batch!r}, got shape {q.shape}")
+        q, k, v = (jnp.asarray(x) for x in (q, k, v))
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.ndim < (3 if batch is None else 4):
+                raise ValueError(f"{name} must be [*B, T, heads, width], got shape {x.shape}")
+            for axis, length, what in ((batch, x.shape[0], "batch"), (heads, x.shape[-2], "heads")):
+                if axis is not None and length % mesh.shape[axis]:
+                    raise ValueError(
+                        f"{name} must have {what} that mesh axis {axis!r} of {mesh.shape[axis]} "
+                        f"devices divides, got shape {x.shape}"
+                    )
         rows = (batch, *(None,) * (q.ndim - 4)) if q.ndim > 3 else ()
         if log_decay is not None:
-            log_decay = jnp.broadcast_to(log_decay, k.shape[:-1])
+            try:
+                log_decay = jnp.broadcast_to(log_decay, k.shape[:-1])
+            except ValueError:
+                raise ValueError(
+                    f"log_decay must broadcast to [*B, T, K] = {k.shape[:-1]}, "
+                    f"got {jnp.shape(log_decay)}"
+                ) from None
         of_tokens, of_rows = PartitionSpec(*rows, None, heads), PartitionSpec(*rows)
         of_states = PartitionSpec(*rows, heads)
         arrays = dict(

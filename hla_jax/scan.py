@@ -7,7 +7,7 @@ of the work is parallel:
 |---|---|---|---|
 | serial | T | 1 | T |
 | associative | log T | T | T log T |
-| chunked, c tokens a chunk | T / c log c | T / c + c | T / c + c log c |
+| chunked, c tokens a chunk | (T / c) log c | T / c + c | T / c + c log c |
 
 The inclusive prefixes that `read=False` asks for are T elements whatever the engine.
 """
@@ -54,7 +54,7 @@ def serial(
 
     Args:
       m: the monoid; see `hla_jax.monoids` for its methods.
-      tokens: a tuple of arrays (or pytrees of them) with leading axis T, which may be 0.
+      tokens: a tuple of arrays [T, ...], or pytrees of them; T may be 0.
       initial: the element of what came before; None means nothing. Its dtypes are those of all
         elements; without it, those that `m.lift` gives are.
       reverse: whether to go from the last token to the first: flip(serial(flip(tokens))).
@@ -140,7 +140,7 @@ def chunked(
       ([1.0, 3.0, 6.0], 6.0)
     """
     if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1; got {chunk_size}")
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
 
     return _run(partial(_chunked, chunk_size=chunk_size), m, tokens, initial, reverse, read)
 
@@ -262,7 +262,7 @@ def _length(tokens: tuple[Any, ...]) -> int:
     shapes = [jnp.shape(x) for x in jax.tree.leaves(tokens)]
     if not shapes or not all(shapes) or len({shape[0] for shape in shapes}) > 1:
         raise ValueError(
-            f"tokens must be arrays with one leading axis in common; got shapes {shapes}"
+            f"tokens must be arrays with one leading axis in common, got shapes {shapes}"
         )
     return shapes[0][0]
 
@@ -275,6 +275,6 @@ def _like(want: Element, got: Element, name: str) -> Element:
     ]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"{name} must be an element like {want}; got {jax.tree.map(jnp.shape, got)}"
+            f"{name} must be an element like {want}, got {jax.tree.map(jnp.shape, got)}"
         )
     return jax.tree.map(jnp.asarray, got)

@@ -270,7 +270,7 @@ def check_grads(
 
         dtypes = {str(x.dtype) for x in jax.tree.leaves(actual.value) if _inexact(x)}
         if dtypes != {"float64"}:
-            raise ValueError(f"fn must compute in float64, or have a reference; got {dtypes}")
+            raise ValueError(f"fn must compute in float64, or have a reference, got {dtypes}")
         total = jax.jit(lambda *inputs: _random_sum(fn(*inputs)))
         rng = np.random.default_rng(0)
         step, floor = 1e-5, 1e-9 * (1 + abs(float(total(*inputs))))
@@ -383,7 +383,7 @@ def _bracket(combine: Any, elements: list[Any], names: Any, rng: Any) -> tuple[s
 def _length(tree: Any, axis: int, *, at_least: int = 0) -> int:
     lengths = {jnp.shape(x)[axis] for x in jax.tree.leaves(tree)}
     if len(lengths) != 1 or min(lengths) < at_least:
-        raise ValueError(f"axis {axis} must have one length, at least {at_least}; got {lengths}")
+        raise ValueError(f"axis {axis} must have one length, at least {at_least}, got {lengths}")
     return lengths.pop()
 
 

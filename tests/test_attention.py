@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from helpers import rms_error
 
-from hla_jax.attention import segment_numbers, softmax_attention
+from hla_jax._segments import segment_numbers
+from hla_jax.attention import softmax_attention
 
 
 def tokens(*, B=2, T=7, S=7, H=4, K=2, D=4, E=3, seed=0):

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from flax import nnx
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "char_lm.py"
@@ -45,6 +46,7 @@ def saved_steps(out: Path) -> list[int]:
     return sorted(int(p.name) for p in (out / "checkpoints").glob("*") if p.name.isdigit())
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_and_ends_like_one_that_was_not(tmp_path):
     text, out = tmp_path / "text", tmp_path / "killed"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 40)

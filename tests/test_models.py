@@ -132,7 +132,7 @@ class TestSample:
             (dict(temperature=0.0), [0, 1, 0, 0]),
             (dict(top_k=2), [0, 4 / 7, 0, 3 / 7]),
             (dict(top_p=0.75), [0, 4 / 9, 2 / 9, 3 / 9]),
-            (dict(top_p=0.0), [0, 1, 0, 0]),
+            (dict(top_p=1e-6), [0, 1, 0, 0]),
             (dict(top_k=3, top_p=0.5), [0, 4 / 7, 0, 3 / 7]),
         ],
     )
@@ -156,7 +156,7 @@ def test_wrong_arguments_are_named(no_type_checks):
         make("hla4")
     model, prompt = make("softmax", max_length=8), random_tokens(1, 4)
     for message, options in {
-        r"4 \+ 5 tokens, more than the model's max_length=8": dict(max_new_tokens=5, temperature=0),
+        r"4 \+ 6 tokens, more than the model's max_length=8": dict(max_new_tokens=6, temperature=0),
         "key must be given": dict(max_new_tokens=1),
         "max_new_tokens must be at least 1": dict(max_new_tokens=0, temperature=0),
         "prompt_mask must be bool": dict(prompt_mask=prompt > 9, max_new_tokens=1, temperature=0),

@@ -149,5 +149,5 @@ def test_elements_are_float32_or_wider_and_outputs_have_the_dtype_of_v(dtype, wi
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_an_unknown_variant_is_refused():
-    with pytest.raises(ValueError, match=r"variant must be .*; got 'causal'"):
+    with pytest.raises(ValueError, match=r"variant must be .*, got 'causal'"):
         monoids.HLA3("causal")

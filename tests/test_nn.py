@@ -226,7 +226,7 @@ class TestRotary:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(num_heads=6, num_kv_heads=4), "num_kv_heads must divide num_heads=6; got 4"),
+        (dict(num_heads=6, num_kv_heads=4), "num_kv_heads must divide num_heads=6, got 4"),
         (dict(num_heads=5), "num_heads=5 must divide in_features=12"),
         (dict(decay="learnt"), "decay must be 'learned'"),
         (dict(decay=1.5), r"decay must be in \(0, 1\]"),

@@ -121,6 +121,7 @@ def test_short_sequences_match_the_definition(case):
     )
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("implementation", ["xla", "associative"])
 def test_float32_loses_nothing_but_rounding(name, implementation):

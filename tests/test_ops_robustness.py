@@ -152,6 +152,7 @@ def test_gradients_map_over_any_argument(x64, argument):
     assert worst_error(actual, jax.tree.map(lambda *x: np.stack(x), *expected)) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_works_without_jit(name, implementation):

@@ -9,7 +9,7 @@ import pytest
 from operators import all_pairs, with_gradients, worst_error
 
 from hla_jax.kernels import _batched, _loop
-from hla_jax.kernels._layout import Results, factor, merge
+from hla_jax.kernels._layout import Operands, Results
 
 FORMS = {
     "loop": (_loop.forward, _loop.backward),
@@ -17,13 +17,8 @@ FORMS = {
 }
 CASES = all_pairs(
     form=list(FORMS),
-    heads=(
-        (4, 4, 4, 4),
-        (4, 2, 2, 2),
-        (4, 4, 2, 2),
-        (4, 2, 4, 2),
-        (4, 4, 1, 1),
-    ),  # of q, k, v, decay
+    # of q, k, v, decay
+    heads=((4, 4, 4, 4), (4, 2, 2, 2), (4, 4, 2, 2), (4, 2, 4, 2), (4, 4, 1, 1)),
     power=(1, 2, 3),
     strict=(False, True),
     mass=(False, True),
@@ -60,7 +55,7 @@ def dense(x, *, power, strict):
 
 
 def operands(x):
-    return factor(*(x.get(name) for name in ("q", "k", "v", "w", "log_decay", "P", "m")))
+    return Operands(*(x.get(name) for name in Operands._fields))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
@@ -79,8 +74,7 @@ def test_both_forms_and_their_backward_are_the_dense_sums(x64, case):
 
     def actual(x, cotangents):
         x, from_operands = jax.vjp(operands, x)
-        y, from_results = jax.vjp(merge, forward(x, **options))
-        return y, from_operands(backward(x, *from_results(cotangents), **options))[0]
+        return forward(x, **options), from_operands(backward(x, cotangents, **options))[0]
 
     definition = partial(dense, **rule)
     cotangents = jax.tree.map(lambda y: rng.normal(size=y.shape), jax.eval_shape(definition, x))

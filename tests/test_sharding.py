@@ -13,13 +13,16 @@ import pytest
 COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 NAMES = ("linear", "hla2", "ahla", "hla3")
 
+# One worker measures for all of these tests.
+pytestmark = pytest.mark.xdist_group("sharding")
+
 
 @pytest.fixture(scope="module")
 def measured():
     """What this file prints, run in a process of its own, where eight devices can be asked for."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent)])
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     env["JAX_ENABLE_X64"] = "1"
     run = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
@@ -28,18 +31,16 @@ def measured():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sharded_inputs_need_no_communication_forward_or_backward(measured, name):
-    assert measured[name]["collectives"] == []
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+class TestInputsShardedOverBatchAndHeads:
+    def test_need_no_communication_forward_or_backward(self, measured, name, axes):
+        assert measured[name][axes]["collectives"] == []
 
+    def test_leave_outputs_states_and_gradients_sharded(self, measured, name, axes):
+        assert measured[name][axes]["sharded"]
 
-@pytest.mark.parametrize("name", NAMES)
-def test_outputs_states_and_gradients_stay_sharded(measured, name):
-    assert measured[name]["sharded"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_sharding_changes_no_value(measured, name):
-    assert measured[name]["jit"] < 1e-12
+    def test_change_no_value(self, measured, name, axes):
+        assert measured[name][axes]["error"] < 1e-12
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,42 +48,75 @@ def test_shard_map_with_its_checks_changes_no_value(measured, name):
     assert measured[name]["shard_map"] < 1e-12
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+def test_a_sharded_operator_changes_no_value(measured, name, axes):
+    assert measured[name][axes]["operator"] < 1e-12
+
+
 def measure(name):
     import jax
     import numpy as np
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
-    from operators import apply, make_inputs, with_gradients, worst_error
+    from operators import (
+        apply,
+        as_dict,
+        make_inputs,
+        make_mask,
+        make_segments,
+        operator,
+        with_gradients,
+        worst_error,
+    )
+
+    import hla_jax as hla
 
     inputs = make_inputs(name, 40, heads=(8, 4), decay="token", normalize=True)
     fn = partial(apply, name, normalize=True, chunk_size=16)
     rng = np.random.default_rng(0)
     cotangents = jax.tree.map(lambda x: rng.normal(size=x.shape), jax.eval_shape(fn, inputs))
-    arguments = inputs, cotangents
     run = partial(with_gradients, fn)
-    expected = jax.jit(run)(*arguments)
+    expected = jax.jit(run)(inputs, cotangents)
+    op = operator(name, normalize=True, chunk_size=16)
+    rest = dict(mask=make_mask("interior", 40), segment_ids=make_segments(40, length=9))
+    expected_rows = jax.jit(partial(op, **rest))(**inputs)
 
-    mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(AxisType.Auto,) * 2)
     tokens, state = P("batch", None, "heads"), P("batch", "heads")
     cotangent_specs = tokens, dict.fromkeys(cotangents[1], state)
     in_specs = dict.fromkeys(inputs, tokens), cotangent_specs
     out_specs = cotangent_specs, dict.fromkeys(inputs, tokens)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
-    arguments = jax.device_put(arguments, shardings)
-    compiled = jax.jit(run).lower(*arguments).compile()
-    results = compiled(*arguments)
-    sharded = jax.tree.map(
-        lambda x, spec: x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim),
-        results,
-        out_specs,
-    )
+    measured = {}
+    for axes in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(axes,) * 2)
+        shardings = jax.tree.map(partial(NamedSharding, mesh), in_specs)
+        arguments = jax.device_put((inputs, cotangents), shardings)
+        compiled = jax.jit(run).lower(*arguments).compile()
+        results = compiled(*arguments)
+        sharded = jax.tree.map(
+            lambda x, spec, mesh=mesh: x.sharding.is_equivalent_to(
+                NamedSharding(mesh, spec), x.ndim
+            ),
+            results,
+            out_specs,
+        )
+        sharded_op = hla.parallel.sharded(op, mesh, batch="batch", heads="heads")
+        rows = jax.jit(partial(sharded_op, **rest))(**inputs)
+        measured[axes.name] = {
+            "collectives": re.findall(COLLECTIVES, compiled.as_text()),
+            "sharded": all(jax.tree.leaves(sharded)),
+            "error": worst_error(results, expected),
+            "operator": worst_error(
+                (rows[0], as_dict(rows[1])), (expected_rows[0], as_dict(expected_rows[1]))
+            ),
+        }
+    mesh = jax.make_mesh((2, 4), ("batch", "heads"))
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
-    return {
-        "collectives": re.findall(COLLECTIVES, compiled.as_text()),
-        "sharded": all(jax.tree.leaves(sharded)),
-        "jit": worst_error(results, expected),
-        "shard_map": worst_error(mapped(*arguments), expected),
-    }
+    arguments = jax.device_put(
+        (inputs, cotangents), jax.tree.map(partial(NamedSharding, mesh), in_specs)
+    )
+    measured["shard_map"] = worst_error(mapped(*arguments), expected)
+    return measured
 
 
 if __name__ == "__main__":

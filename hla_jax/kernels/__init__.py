@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from hla_jax.kernels import _batched, _plain
 from hla_jax.kernels._layout import Operands, Results, vary_like
 from hla_jax.kernels._plain import affinities as affinities
+from hla_jax.kernels._plain import repeat_heads as repeat_heads
 from hla_jax.kernels._plain import weights as weights
 from hla_jax.kernels.xla import Options, chunked
 
@@ -60,7 +61,14 @@ def causal_linear(
 
 
 def _run(x: Operands, *, implementation, chunk_size, **options) -> Results:
-    x = vary_like(x, x)
+    if jax.sharding.get_abstract_mesh().manual_axes:  # inside shard_map
+        squares = x.v is x.k
+        x = vary_like(x, x)
+        x = x._replace(v=x.k) if squares else x
+    if implementation == "pallas":
+        raise ValueError(
+            'implementation="pallas" has no kernel yet, "xla" computes the same numbers'
+        )
     T = x.q.shape[x.token_axis]
     if T == 0:
         z = None if x.m is None else jnp.zeros(x.q.shape[:-1], x.P.dtype)
@@ -78,10 +86,6 @@ def _run(x: Operands, *, implementation, chunk_size, **options) -> Results:
             return _plain.serial(x, **options)
         case "quadratic":
             return _plain.quadratic(x, **options)
-        case "pallas":
-            raise ValueError(
-                'implementation="pallas" has no kernel yet; "xla" computes the same numbers'
-            )
         case _:
             raise ValueError(
                 f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
@@ -97,7 +101,9 @@ def _explicit_specs(x: Operands) -> Results | None:
     if all(axis is None for a in jax.tree.leaves(x) for axis in jax.typeof(a).sharding.spec):
         return None
     *rows, heads, _ = jax.typeof(x.q).sharding.spec
-    o, states = (*rows, heads), (*rows[:-1], heads)
+    # States lie as the operand does that has a head for each of them.
+    like = next(a for a in (x.k, x.v, x.q) if a.shape[-2] == x.P.shape[-3])
+    o, states = (*rows, heads), (*rows[:-1], jax.typeof(like).sharding.spec[-2])
     spec = jax.sharding.PartitionSpec
     z, m = (None, None) if x.m is None else (spec(*o), spec(*states))
     return Results._make((spec(*o), z, spec(*states), m))

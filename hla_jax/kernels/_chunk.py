@@ -8,7 +8,7 @@ row weights `w` (all ones for a normaliser) that is summed alongside without bei
     P' = rho P + (e . K)^T V    m' = rho m + (e . K)^T w
 
 D holds the decay between two tokens of the chunk, b from the chunk's start to each token, e from
-each token to the chunk's end, rho over the whole chunk. FLOPs: 2 c g (c + D) (D + E) forward.
+each token to its end, rho over the whole chunk. FLOPs forward: 2 c (g c (D + E) + (g + 1) D E).
 """
 
 from typing import NamedTuple
@@ -157,9 +157,9 @@ def _decayed(A, terms: Decay):
 
 
 def _product(spec, *operands):
-    """An exact einsum of what does not go through a matmul unit's rounding.
+    """An einsum at full precision, whatever `precision` says of the large products.
 
-    Also in place of `jnp.sum(a * b)`, and of products whose derivative is one: of these XLA's CPU
-    backend makes scalar loops, and jaxlib 0.10.2 crashes on some.
+    Also in place of `jnp.sum(a * b)`, and of products whose derivative is one: XLA's CPU backend
+    makes scalar loops of these, and jaxlib 0.10.2 crashes where the sum runs over a middle axis.
     """
     return jnp.einsum(spec, *operands, precision=lax.Precision.HIGHEST)

@@ -87,5 +87,12 @@ def weights(
     if log_decay is None:
         return w
     pairwise = jnp.vectorize(_decay.pairwise, signature="(t)->(t,t)")
-    decay = jnp.exp(power * pairwise(jnp.moveaxis(log_decay, -1, -2)))
-    return w * jnp.repeat(decay, q.shape[-2] // log_decay.shape[-1], axis=-3)
+    log_decay = repeat_heads(log_decay[..., None], q.shape[-2] // log_decay.shape[-1])[..., 0]
+    return w * jnp.exp(power * pairwise(jnp.moveaxis(log_decay, -1, -2)))
+
+
+def repeat_heads(a: Float[Array, "*B K W"], times: int) -> Float[Array, "*B H W"]:
+    """Returns each head `times` times in a row: `jnp.repeat`, which explicit meshes do not know."""
+    *rows, K, width = a.shape
+    a = jnp.broadcast_to(a[..., None, :], (*rows, K, times, width))
+    return a.reshape(*rows, K * times, width)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
+from hla_jax._check import checked, checked_or_none
 from hla_jax._types import Array, Mask
 from hla_jax.models.transformer import TransformerLM
 
@@ -29,56 +30,59 @@ def generate(
     The prompt is padded to a power of two of at least 16 tokens, and the padding masked out, so
     that prompts of many lengths share one compilation.
 
+    Source: for top_p, The Curious Case of Neural Text Degeneration (Holtzman et al. 2019, arXiv
+    1904.09751), section 3.1; for top_k, Hierarchical Neural Story Generation (Fan et al. 2018,
+    arXiv 1805.04833).
+
     Args:
-        model: the language model.
-        prompt: tokens, [B, T] with T >= 1.
-        max_new_tokens: how many tokens to add.
-        key: of the random choices; temperature=0 needs none.
-        temperature: what logits are divided by; 0 takes the most likely token.
-        top_k: choose among the k most likely tokens only.
-        top_p: choose among the fewest most likely tokens whose probabilities reach p.
-        stop_token: once a row has chosen it, the rest of the row is filled with it.
-        prompt_mask: True at real tokens, [B, T], for prompts of several lengths: padding may be
-            anywhere, but each row needs a real token.
+      model: the language model.
+      prompt: [B, T] with T >= 1, integers.
+      max_new_tokens: how many tokens to add, at least 1.
+      key: of the random choices; temperature=0 needs none.
+      temperature: what logits are divided by, at least 0; 0 takes the most likely token.
+      top_k: chooses among the k most likely tokens alone.
+      top_p: chooses among the fewest most likely tokens whose probabilities reach p, in (0, 1].
+      stop_token: once a row has chosen it, the rest of the row is filled with it.
+      prompt_mask: [B, T], False at padding, for prompts of several lengths: padding may be
+        anywhere, but each row needs a real token.
 
     Returns:
-        The new tokens, [B, max_new_tokens], int32.
+      The new tokens [B, max_new_tokens], int32.
 
     Raises:
-        ValueError: an argument does not fit, or prompt and new tokens are more than a KV cache
-            holds.
-
-    References:
-        Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv 1904.09751), section
-        3.1, for top_p; Fan et al., "Hierarchical Neural Story Generation" (arXiv 1805.04833), for
-        top_k.
+      ValueError: an argument has a wrong shape, dtype or value, or prompt and new tokens are more
+        than a KV cache holds.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> from hla_jax.models import TransformerLM
-        >>> model = TransformerLM(256, num_layers=1, num_heads=2, features=16, rngs=nnx.Rngs(0))
-        >>> prompt = jnp.array([[72, 105]])
-        >>> print(generate(model, prompt, max_new_tokens=5, temperature=0).shape)
-        (1, 5)
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from hla_jax.models import TransformerLM
+      >>> model = TransformerLM(256, num_layers=1, num_heads=2, features=16, rngs=nnx.Rngs(0))
+      >>> prompt = jnp.array([[72, 105]])
+      >>> print(generate(model, prompt, max_new_tokens=5, temperature=0).shape)
+      (1, 5)
     """
-    prompt = jnp.asarray(prompt, jnp.int32)
+    prompt = checked("prompt", prompt, None, jnp.integer).astype(jnp.int32)
     if prompt.ndim != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt must be [B, T] with T >= 1; got {prompt.shape}")
-    mask = jnp.ones(prompt.shape, bool) if prompt_mask is None else jnp.asarray(prompt_mask)
-    if mask.shape != prompt.shape or mask.dtype != bool:
-        raise ValueError(f"prompt_mask must be bool {prompt.shape}; got {mask.dtype} {mask.shape}")
+        raise ValueError(f"prompt must be [B, T] with T >= 1, got {prompt.shape}")
+    mask = checked_or_none("prompt_mask", prompt_mask, prompt.shape, jnp.bool_)
+    mask = jnp.ones(prompt.shape, bool) if mask is None else mask
     if not isinstance(mask, jax.core.Tracer) and not mask.any(1).all():
-        raise ValueError("prompt_mask must have a real token in each row; a row is all padding")
+        raise ValueError("prompt_mask must have a real token in each row, but a row is all padding")
     if key is None and (isinstance(temperature, jax.core.Tracer) or temperature != 0):
-        raise ValueError(f"key must be given unless temperature=0; got temperature={temperature}")
+        raise ValueError(f"key must be given unless temperature=0, got temperature={temperature}")
+    V = model.embed.num_embeddings
+    known = not isinstance(prompt, jax.core.Tracer) and not isinstance(mask, jax.core.Tracer)
+    if known and jnp.any(mask & ((prompt < 0) | (prompt >= V))):
+        raise ValueError(f"prompt must hold tokens in 0..{V - 1}, got others")
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1; got {max_new_tokens}")
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     T = prompt.shape[1]
-    if model.max_length is not None and T + max_new_tokens > model.max_length:
+    # The last new token is chosen, but not read.
+    if model.max_length is not None and T + max_new_tokens - 1 > model.max_length:
         raise ValueError(
             f"prompt and max_new_tokens are {T} + {max_new_tokens} tokens, more than the model's "
-            f"max_length={model.max_length}"
+            f"max_length={model.max_length} can follow"
         )
     bucket = max(16, 1 << (T - 1).bit_length())
     left = ((0, 0), (bucket - T, 0))
@@ -105,30 +109,43 @@ def sample(
     top_k: int | None = None,
     top_p: float | jax.Array | None = None,
 ) -> Int[jax.Array, "*B"]:
-    """Chooses a token from each row of logits; the arguments are those of `generate`.
+    """Chooses a token from each row of logits.
+
+    Args:
+      logits: [*B, V].
+      key: of the random choices.
+      temperature: what logits are divided by, a number, at least 0; 0 takes the most likely token.
+      top_k: chooses among the k most likely tokens alone.
+      top_p: chooses among the fewest most likely tokens whose probabilities reach p, in (0, 1].
+
+    Returns:
+      The tokens [*B], int32.
 
     Raises:
-        ValueError: top_k is not in 1..V.
+      ValueError: top_k is not in 1..V, top_p not in (0, 1], or temperature negative.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> print(sample(jnp.array([0.0, 2.0, 1.0]), jax.random.key(0), top_k=1))
-        1
+      >>> import jax, jax.numpy as jnp
+      >>> print(sample(jnp.array([0.0, 2.0, 1.0]), jax.random.key(0), top_k=1))
+      1
     """
     if top_k is not None and not 1 <= top_k <= logits.shape[-1]:
-        raise ValueError(f"top_k must be in 1..{logits.shape[-1]}; got {top_k}")
+        raise ValueError(f"top_k must be in 1..{logits.shape[-1]}, got {top_k}")
+    if isinstance(top_p, float | int) and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    if isinstance(temperature, float | int) and not temperature >= 0:
+        raise ValueError(f"temperature must be at least 0, got {temperature}")
     logits = logits.astype(jnp.float32)
     scaled = logits / jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
     scaled = jnp.where(temperature > 0, scaled, logits)
+    order = jnp.argsort(scaled, axis=-1, descending=True)
+    rank = jnp.argsort(order, axis=-1)
     if top_k is not None:
-        least = jax.lax.top_k(scaled, top_k)[0][..., -1:]
-        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
+        scaled = jnp.where(rank < top_k, scaled, -jnp.inf)
     if top_p is not None:
-        ordered = jnp.sort(scaled, axis=-1, descending=True)
-        before = jnp.cumsum(jax.nn.softmax(ordered), axis=-1) - jax.nn.softmax(ordered)
-        kept = (before < top_p).at[..., 0].set(True)
-        least = jnp.where(kept, ordered, jnp.inf).min(-1, keepdims=True)
-        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
+        p = jax.nn.softmax(jnp.take_along_axis(scaled, order, axis=-1))
+        kept = (jnp.cumsum(p, axis=-1) - p < top_p).at[..., 0].set(True)
+        scaled = jnp.where(jnp.take_along_axis(kept, rank, axis=-1), scaled, -jnp.inf)
     choice = jax.random.categorical(key, scaled)
     return jnp.where(temperature > 0, choice, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 

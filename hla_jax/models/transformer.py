@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from hla_jax import nn
+from hla_jax._check import checked
 from hla_jax._types import Array, Mask, SegmentIds
 
 MIXERS: dict[str, Callable[..., nn.Mixer]] = {
@@ -26,8 +27,9 @@ State = tuple[nn.MixerState, ...]
 class Block(nnx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)), with a squared ReLU inside the MLP.
 
-    The squared ReLU (So et al., "Primer", arXiv 2109.08668, section 3) needs no transcendental
-    function: on a CPU the MLP then trains three times as fast as with a GELU.
+    The squared ReLU needs no transcendental function, unlike a GELU.
+
+    Source: Primer (So et al. 2021, arXiv 2109.08668), for the squared ReLU.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Block(nnx.Module):
         mask: Mask | None = None,
         segment_ids: SegmentIds | None = None,
     ) -> tuple[Float[jax.Array, "B T F"], nn.MixerState]:
-        """Keeps the protocol of the token-mixing layers, see `hla_jax.nn.Mixer`."""
+        """The call of the token-mixing layers, see `hla_jax.nn.Mixer`; x and y are [B, T, F]."""
         y, state = self.mixer(self.mixer_norm(x), state, mask, segment_ids)
         x = x + y
         return x + self.down(jnp.square(jax.nn.relu(self.up(self.mlp_norm(x))))), state
@@ -64,34 +66,34 @@ class TransformerLM(nnx.Module):
     """A causal language model with constant-size state (or, with softmax, a KV cache).
 
     Args:
-        vocab_size: V, how many tokens there are.
-        num_layers: how many blocks.
-        num_heads: H, query heads of each.
-        features: F, width of the residual stream.
-        mixer: the token-mixing layer: "linear", "hla2", "ahla", "hla3", "softmax", or anything that
-            makes one when called with num_heads, in_features, dtype, param_dtype, rngs and
-            `mixer_options`.
-        mlp_features: width inside the MLP (default 4 F).
-        tied: whether the logits' matrix is the embedding's.
-        dtype: of the computation; None means the parameters'.
-        param_dtype: of the parameters.
-        rngs: the source of the initial parameters.
-        **mixer_options: go to the token-mixing layers, for example num_kv_heads, decay or
-            max_length.
+      vocab_size: V, how many tokens there are.
+      num_layers: how many blocks.
+      num_heads: H, query heads of each.
+      features: F, width of the residual stream.
+      mixer: the token-mixing layer: "linear", "hla2", "ahla", "hla3", "softmax", or anything that
+        makes one when called with num_heads, in_features, dtype, param_dtype, rngs and
+        `mixer_options`.
+      mlp_features: width inside the MLP (default 4 F).
+      tied: whether the logits' matrix is the embedding's.
+      dtype: of the computation; None means the parameters'.
+      param_dtype: of the parameters.
+      rngs: the source of the initial parameters.
+      **mixer_options: go to the token-mixing layers, for example num_kv_heads, decay or
+        max_length.
 
     Raises:
-        ValueError: mixer is a name that is not among these.
+      ValueError: mixer is another name.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> model = TransformerLM(
-        ...     256, num_layers=2, num_heads=2, features=16, mixer="hla2", rngs=nnx.Rngs(0)
-        ... )
-        >>> logits, state = model(jnp.zeros((1, 5), int))
-        >>> next_logits, state = model(jnp.zeros((1, 1), int), state)
-        >>> print(logits.shape, next_logits.shape)
-        (1, 5, 256) (1, 1, 256)
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> model = TransformerLM(
+      ...     256, num_layers=2, num_heads=2, features=16, mixer="hla2", rngs=nnx.Rngs(0)
+      ... )
+      >>> logits, state = model(jnp.zeros((1, 5), int))
+      >>> next_logits, state = model(jnp.zeros((1, 1), int), state)
+      >>> print(logits.shape, next_logits.shape)
+      (1, 5, 256) (1, 1, 256)
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class TransformerLM(nnx.Module):
         **mixer_options: Any,
     ):
         if isinstance(mixer, str) and mixer not in MIXERS:
-            raise ValueError(f"mixer must be one of {sorted(MIXERS)} or a callable; got {mixer!r}")
+            raise ValueError(f"mixer must be one of {sorted(MIXERS)} or a callable, got {mixer!r}")
         make = MIXERS[mixer] if isinstance(mixer, str) else mixer
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.embed = nnx.Embed(vocab_size, features, **kinds)
@@ -135,20 +137,20 @@ class TransformerLM(nnx.Module):
         mask: Mask | None = None,
         segment_ids: SegmentIds | None = None,
     ) -> tuple[Float[Array, "B T V"], State]:
-        """Returns the logits of each next token, and the state after the last.
+        """The logits of each next token, and the state after the last token.
 
         Args:
-            tokens: integers in 0..V-1 (anything where masked), [B, T].
-            state: what came before; None means nothing.
-            mask: True at real tokens, [B, T]; padding changes nothing, wherever it is.
-            segment_ids: integers, [B, T]: documents packed into a row do not see each other.
+          tokens: [B, T], integers in 0..V-1 (any where masked).
+          state: what the model returned for the tokens before; None is the beginning.
+          mask: [B, T], False at padding, which changes nothing, wherever it is.
+          segment_ids: [B, T], integers: documents packed into a row do not see each other.
 
         Returns:
-            logits: [B, T, V]; what masked tokens get has no meaning.
-            state: one `hla_jax.nn.MixerState` a block.
+          Logits [B, T, V], of no meaning where masked, and the state, a `hla_jax.nn.MixerState` for
+          each block.
 
         Raises:
-            ValueError: a shape or dtype does not fit.
+          ValueError: an argument has a wrong shape or dtype; the message names it.
         """
         x, state = self.features(tokens, state, mask, segment_ids)
         return self.logits(x), state
@@ -160,11 +162,29 @@ class TransformerLM(nnx.Module):
         mask: Mask | None = None,
         segment_ids: SegmentIds | None = None,
     ) -> tuple[Float[jax.Array, "B T F"], State]:
-        """Returns what `logits` reads, for the caller who wants them at few tokens only."""
+        """What `logits` reads, for the caller who wants those of a few tokens alone.
+
+        Args:
+          tokens: [B, T], as in a call of the model, and so are the other arguments.
+          state: one `hla_jax.nn.MixerState` for each block, or None.
+          mask: [B, T].
+          segment_ids: [B, T].
+
+        Returns:
+          Features [B, T, F], and the state after the last token.
+
+        Raises:
+          ValueError: an argument has a wrong shape or dtype; the message names it.
+        """
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(f"tokens must be integers, [B, T]; got {tokens.dtype} {tokens.shape}")
+            raise ValueError(f"tokens must be integers, [B, T], got {tokens.dtype} {tokens.shape}")
+        if state is not None and len(state) != len(self.blocks):
+            raise ValueError(
+                f"state must be a state for each of {len(self.blocks)} blocks, got {len(state)}"
+            )
         if mask is not None:
+            mask = checked("mask", mask, tokens.shape, jnp.bool_)
             tokens = jnp.where(mask, tokens, 0)
         x = self.embed(tokens)
         states = []
@@ -174,11 +194,11 @@ class TransformerLM(nnx.Module):
         return self.norm(x), tuple(states)
 
     def logits(self, x: Float[jax.Array, "*B F"]) -> Float[jax.Array, "*B V"]:
-        """Maps features to logits."""
+        """The logits [*B, V] of features [*B, F]."""
         return self.embed.attend(x) if self.head is None else self.head(x)
 
     def init_state(self, batch_size: int) -> State:
-        """Returns the state before any token, for `batch_size` rows."""
+        """The state before any token, for `batch_size` rows: a `MixerState` for each block."""
         return tuple(block.mixer.init_state(batch_size) for block in self.blocks)
 
     @property

@@ -27,8 +27,8 @@ Matrix: TypeAlias = Float[Array, "*T D E"]
 Element = TypeVar("Element", bound=tuple)
 
 
-def identity(like: Element) -> Element:
-    """Zeros, but rho = 1."""
+def neutral(self: Any, like: Element) -> Element:
+    """The element of no tokens, shaped as `like`: zeros, but rho = 1. The monoids' `identity`."""
     zeros: Any = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     return zeros._replace(rho=jnp.ones_like(zeros.rho))
 

@@ -16,7 +16,7 @@ from hla_jax.monoids._common import (
     Value,
     Values,
     affinities,
-    identity,
+    neutral,
     to_end,
     widen,
 )
@@ -27,8 +27,8 @@ class AHLAElement(NamedTuple):
 
     Attributes:
       rho: [], the product of the segment's decays.
-      R: [D, D], the sum of k q^T, not decayed.
-      P: [D, E], the decayed sum of k v^T.
+      R: [D, D], the sum of k^T q, not decayed.
+      P: [D, E], the decayed sum of k^T v.
       E: [D, E], the decayed sum of k^T (q P).
     """
 
@@ -42,9 +42,10 @@ class AHLAElement(NamedTuple):
 class AHLA:
     """AHLA: o_t = sum over j <= i <= t of w(t, j) (q_t . k_i)(q_i . k_j) v_j.
 
-    E_AB = rho_B E_A + E_B + rho_B R_B P_A. Source: "Higher-order Linear Attention"
-    (arXiv 2510.27258), section 6, with R undecayed: with a decayed R, as in the paper, the rule is
-    wrong wherever the right operand holds several tokens.
+        E_AB = rho_B E_A + E_B + rho_B R_B P_A
+
+    Source: Higher-order Linear Attention (arXiv 2510.27258), section 6, with R undecayed: with a
+    decayed R, as in the paper, the rule is wrong wherever the right operand holds several tokens.
 
     Example:
       >>> import jax.numpy as jnp
@@ -56,9 +57,7 @@ class AHLA:
       [1.0, 2.0, 2.75]
     """
 
-    def identity(self, like: AHLAElement) -> AHLAElement:
-        """The element of no tokens, shaped as `like`."""
-        return identity(like)
+    identity = neutral
 
     def lift(self, q: Key, k: Key, v: Value, log_decay: LogDecay) -> AHLAElement:
         """The element of one token."""

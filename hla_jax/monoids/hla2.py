@@ -17,7 +17,7 @@ from hla_jax.monoids._common import (
     Value,
     Values,
     affinities,
-    identity,
+    neutral,
     to_end,
     widen,
 )
@@ -28,8 +28,8 @@ class HLA2Element(NamedTuple):
 
     Attributes:
       rho: [], the product of the segment's decays.
-      S: [D, D], the decayed sum of k k^T.
-      C: [D, E], the decayed sum of q v^T.
+      S: [D, D], the decayed sum of k^T k.
+      C: [D, E], the decayed sum of q^T v.
       F: [D, E], the sum of (q S)^T v, decayed twice.
     """
 
@@ -51,9 +51,7 @@ class HLA2UnmaskedElement(NamedTuple):
 class HLA2Masked:
     """`HLA2(masked=True)`: the sum runs over i <= j <= t."""
 
-    def identity(self, like: HLA2Element) -> HLA2Element:
-        """The element of no tokens, shaped as `like`."""
-        return identity(like)
+    identity = neutral
 
     def lift(self, q: Key, k: Key, v: Value, log_decay: LogDecay) -> HLA2Element:
         """The element of one token."""
@@ -86,9 +84,7 @@ class HLA2Masked:
 class HLA2Unmasked:
     """`HLA2(masked=False)`: the sum runs over i, j <= t."""
 
-    def identity(self, like: HLA2UnmaskedElement) -> HLA2UnmaskedElement:
-        """The element of no tokens, shaped as `like`."""
-        return identity(like)
+    identity = neutral
 
     def lift(self, q: Key, k: Key, v: Value, log_decay: LogDecay) -> HLA2UnmaskedElement:
         """The element of one token."""
@@ -114,8 +110,12 @@ class HLA2Unmasked:
 def HLA2(masked: bool = True) -> HLA2Masked | HLA2Unmasked:
     """HLA2: o_t = sum of w(t, i) w(t, j) (q_t . k_i)(k_i . q_j) v_j.
 
-    Masked: F_AB = rho_B^2 F_A + F_B + rho_B S_A C_B. Unmasked, S and C suffice, and they add up.
-    Source: "Higher-order Linear Attention" (arXiv 2510.27258), sections 3 and 4; F = S C - G of the
+    A function that returns the monoid of a variant. Unmasked, S and C suffice, and they add up.
+    Masked:
+
+        F_AB = rho_B^2 F_A + F_B + rho_B S_A C_B
+
+    Source: Higher-order Linear Attention (arXiv 2510.27258), sections 3 and 4; F = S C - G of the
     paper, a smaller state from which reading needs no subtraction.
 
     Args:
@@ -130,9 +130,9 @@ def HLA2(masked: bool = True) -> HLA2Masked | HLA2Unmasked:
       >>> ones = jnp.ones((3, 1))
       >>> for masked in (True, False):
       ...     out, _ = scan.serial(monoids.HLA2(masked), (ones, ones, ones, jnp.zeros(3)))
-      ...     print(out.ravel().tolist())
-      [1.0, 3.0, 6.0]
-      [1.0, 4.0, 9.0]
+      ...     print(masked, out.ravel().tolist())
+      True [1.0, 3.0, 6.0]
+      False [1.0, 4.0, 9.0]
     """
     return HLA2Masked() if masked else HLA2Unmasked()
 
@@ -142,10 +142,10 @@ class HLA2PaperElement(NamedTuple):
 
     Attributes:
       rho: [], the product of the segment's decays.
-      S: [D, D], the decayed sum of k k^T.
-      C: [D, E], the decayed sum of q v^T.
+      S: [D, D], the decayed sum of k^T k.
+      C: [D, E], the decayed sum of q^T v.
       m: [D], C for v = 1.
-      G: [D, E], the sum of k k^T C, C of the tokens before: what the mask removes; decayed twice.
+      G: [D, E], the sum of k^T k C, C of the tokens before: what the mask removes; decayed twice.
       h: [D], G for v = 1.
     """
 
@@ -161,9 +161,12 @@ class HLA2PaperElement(NamedTuple):
 class HLA2Paper:
     """Masked HLA2 as its paper writes it: o_t = q_t (S C - G), the mass being q_t (S m - h).
 
-    G_AB = rho_B^2 G_A + G_B + rho_B S_B C_A, and h alike with m. Source: "Higher-order Linear
-    Attention" (arXiv 2510.27258), section 4.2, with the decay of G and h corrected: rho_B in place
-    of rho_B^2, as in the paper, is not associative.
+    With h alike, m in place of C:
+
+        G_AB = rho_B^2 G_A + G_B + rho_B S_B C_A
+
+    Source: Higher-order Linear Attention (arXiv 2510.27258), section 4.2, with the decay of G and h
+    corrected: rho_B in place of rho_B^2, as in the paper, is not associative.
 
     Example:
       >>> import jax.numpy as jnp
@@ -177,9 +180,7 @@ class HLA2Paper:
       0.875
     """
 
-    def identity(self, like: HLA2PaperElement) -> HLA2PaperElement:
-        """The element of no tokens, shaped as `like`."""
-        return identity(like)
+    identity = neutral
 
     def lift(self, q: Key, k: Key, v: Value, log_decay: LogDecay) -> HLA2PaperElement:
         """The element of one token."""

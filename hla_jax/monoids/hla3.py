@@ -18,7 +18,7 @@ from hla_jax.monoids._common import (
     Value,
     Values,
     affinities,
-    identity,
+    neutral,
     to_end,
     widen,
 )
@@ -29,9 +29,9 @@ class HLA3Element(NamedTuple):
 
     Attributes:
       rho: [], the product of the segment's decays.
-      S: [D, D], the decayed sum of k k^T.
-      N: [D, D], the decayed sum of q q^T.
-      P: [D, E], the decayed sum of k v^T.
+      S: [D, D], the decayed sum of k^T k.
+      N: [D, D], the decayed sum of q^T q.
+      P: [D, E], the decayed sum of k^T v.
       X: [D, E], the sum of q^T (q P), decayed twice.
       Y: [D, D], the sum of (q S)^T q, decayed twice.
       F: [D, E], the sum of (q S)^T (q P), decayed thrice.
@@ -60,13 +60,13 @@ class HLA3PublishedElement(NamedTuple):
 
     Attributes:
       rho: [], the product of the segment's decays.
-      S: [D, D], the decayed sum of k k^T.
-      N: [D, D], the decayed sum of q q^T.
-      P: [D, E], the decayed sum of k v^T.
-      X: [D, E], the sum of q q^T k v^T, decayed twice.
-      Y: [D, D], the sum of k k^T q q^T, decayed twice.
-      M: [D, D, D, E], the map M[Z] = sum of (k^T Z k) k v^T, decayed twice.
-      F: [D, E], the sum of k k^T q q^T k v^T over triples, decayed thrice.
+      S: [D, D], the decayed sum of k^T k.
+      N: [D, D], the decayed sum of q^T q.
+      P: [D, E], the decayed sum of k^T v.
+      X: [D, E], the sum of q^T q k^T v, decayed twice.
+      Y: [D, D], the sum of k^T k q^T q, decayed twice.
+      M: [D, D, D, E], the map M[Z] = sum of (k Z k^T) k^T v, decayed twice.
+      F: [D, E], the sum of k^T k q^T q k^T v over triples, decayed thrice.
     """
 
     rho: Scalar
@@ -83,9 +83,7 @@ class HLA3PublishedElement(NamedTuple):
 class HLA3Masked:
     """`HLA3(variant="masked")`: the sum runs over i <= u, j <= u, u <= t."""
 
-    def identity(self, like: HLA3Element) -> HLA3Element:
-        """The element of no tokens, shaped as `like`."""
-        return identity(like)
+    identity = neutral
 
     def lift(self, q: Key, k: Key, v: Value, log_decay: LogDecay) -> HLA3Element:
         """The element of one token."""
@@ -139,9 +137,7 @@ class HLA3Masked:
 class HLA3Unmasked:
     """`HLA3(variant="unmasked")`: the sum runs over i, u, j <= t."""
 
-    def identity(self, like: HLA3UnmaskedElement) -> HLA3UnmaskedElement:
-        """The element of no tokens, shaped as `like`."""
-        return identity(like)
+    identity = neutral
 
     def lift(self, q: Key, k: Key, v: Value, log_decay: LogDecay) -> HLA3UnmaskedElement:
         """The element of one token."""
@@ -174,9 +170,7 @@ class HLA3Published:
     The element holds a map of D^3 E numbers: for small D only.
     """
 
-    def identity(self, like: HLA3PublishedElement) -> HLA3PublishedElement:
-        """The element of no tokens, shaped as `like`."""
-        return identity(like)
+    identity = neutral
 
     def lift(self, q: Key, k: Key, v: Value, log_decay: LogDecay) -> HLA3PublishedElement:
         """The element of one token."""
@@ -217,10 +211,13 @@ def HLA3(
 ) -> HLA3Masked | HLA3Unmasked | HLA3Published:
     """HLA3: o_t = sum of w(t, i) w(t, u) w(t, j) (q_t . k_i)(k_i . q_u)(q_u . k_j) v_j.
 
-    Masked, with decays rho and r = rho_B: F_AB = r^3 F_A + F_B + r^2 S_A N_B P_A + r S_A X_B +
-    r Y_B P_A, every member being D x D or D x E. Source: "Higher-order Linear Attention"
-    (arXiv 2510.27258), section 7. What Theorem 7.1 there takes for the masked product is another
-    operator, the "published" variant: see the errata in the documentation.
+    A function that returns the monoid of a variant. Masked, with r = rho_B and every member D x D
+    or D x E:
+
+        F_AB = r^3 F_A + F_B + r^2 S_A N_B P_A + r S_A X_B + r Y_B P_A
+
+    Source: Higher-order Linear Attention (arXiv 2510.27258), section 7. What Theorem 7.1 there
+    takes for the masked product is another operator, the "published" variant: see docs/errata.md.
 
     Args:
       variant: "masked" sums over i <= u, j <= u and u <= t; "unmasked" over i, u, j <= t;
@@ -251,4 +248,4 @@ def HLA3(
             return HLA3Unmasked()
         case "published":
             return HLA3Published()
-    raise ValueError(f'variant must be "masked", "unmasked" or "published"; got {variant!r}')
+    raise ValueError(f'variant must be "masked", "unmasked" or "published", got {variant!r}')

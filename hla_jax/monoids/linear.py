@@ -14,7 +14,7 @@ from hla_jax.monoids._common import (
     Scalar,
     Value,
     Values,
-    identity,
+    neutral,
     to_end,
     widen,
 )
@@ -25,7 +25,7 @@ class LinearElement(NamedTuple):
 
     Attributes:
       rho: [], the product of the segment's decays.
-      P: [D, E], the decayed sum of k v^T.
+      P: [D, E], the decayed sum of k^T v.
     """
 
     rho: Scalar
@@ -36,8 +36,12 @@ class LinearElement(NamedTuple):
 class Linear:
     """Linear attention: o_t = sum over s <= t of w(t, s) (q_t . k_s) v_s.
 
-    w(t, s) = a_{s+1} ... a_t. Source: Katharopoulos et al., "Transformers are RNNs"
-    (arXiv 2006.16236), section 3.3; with decay, Sun et al., "Retentive Network" (arXiv 2307.08621).
+    With w(t, s) = a_{s+1} ... a_t:
+
+        P_AB = rho_B P_A + P_B
+
+    Source: Transformers are RNNs (Katharopoulos et al. 2020, arXiv 2006.16236), section 3.3; with
+    decay, Retentive Network (Sun et al. 2023, arXiv 2307.08621).
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,9 +53,7 @@ class Linear:
       [1.0, 1.5, 1.75]
     """
 
-    def identity(self, like: LinearElement) -> LinearElement:
-        """The element of no tokens, shaped as `like`."""
-        return identity(like)
+    identity = neutral
 
     def lift(self, q: Key, k: Key, v: Value, log_decay: LogDecay) -> LinearElement:
         """The element of one token."""

@@ -8,8 +8,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
+from hla_jax._check import checked_or_none
+from hla_jax._segments import segment_starts
 from hla_jax._types import Array, Mask, SegmentIds
-from hla_jax.attention import segment_numbers
 from hla_jax.nn.rotary import rotary
 
 
@@ -17,9 +18,9 @@ class MixerState(NamedTuple):
     """What a layer remembers of the tokens it has seen.
 
     Attributes:
-        memory: the operator's state, or the KV cache.
-        position: the next token's position, int32 [B]: how many unmasked tokens its row's segment
-            has so far. None in a layer that does not use positions.
+      memory: the operator's state, or the KV cache: arrays with leading axis B.
+      position: [B], int32, the next token's position: how many unmasked tokens its row's segment
+        has so far. None in a layer that does not use positions.
     """
 
     memory: Any
@@ -51,30 +52,34 @@ class MixerOptions(TypedDict, total=False):
 class Mixer(nnx.Module):
     """The shared part of the layers; a subclass says how heads are mixed and what its memory is.
 
+    A subclass has two methods: `_mix(x, q, k, v, memory, tokens)`, which returns the mixed heads
+    [B, T, H, E] and the next memory, and `_init_memory(batch_size)`, the memory before any token.
+
     A token whose mask is False changes no other output and no state, does not advance the
     positions, and gets output 0, whatever it contains. Each segment is computed as if it were
     alone: positions count the unmasked tokens since the segment's start. A given state continues
     the row's first segment, and the returned one is the last segment's.
 
     Args:
-        num_heads: H, query heads.
-        in_features: F, features of input and output.
-        num_kv_heads: K, a divisor of H (default H).
-        head_dim: D, width of queries and keys (default F // H).
-        value_head_dim: E, width of values (default D).
-        qk_norm: whether each query and key is normalised to a root mean square of 1 (times a
-            learned gain per channel), before rotary positions and feature maps. With the factor
-            D ** -0.5 of the affinities, these are then of order 1.
-        output_norm: whether each head's output is normalised so. Sums of two or three affinities
-            grow with the number of tokens; this takes their scale away.
-        rotary: whether queries and keys are rotated by their positions (`rotary`).
-        rotary_base: its base.
-        dtype: of the computation; None means the promotion of inputs and parameters.
-        param_dtype: of the parameters.
-        rngs: the source of the initial parameters.
+      num_heads: H, query heads.
+      in_features: F, features of input and output.
+      num_kv_heads: K, a divisor of H (default H).
+      head_dim: D, width of queries and keys (default F // H, if H divides F).
+      value_head_dim: E, width of values (default D).
+      qk_norm: whether each query and key is normalised to a root mean square of 1 (times a
+        learned gain per channel), before rotary positions and feature maps. With the factor
+        D^(-1/2) of the affinities, these are then of order 1.
+      output_norm: whether each head's output is normalised so. Sums of products of affinities grow
+        with the number of tokens; this takes their scale away.
+      rotary: whether queries and keys are rotated by their positions (`rotary`).
+      rotary_base: its base.
+      dtype: of the computation; None means the promotion of inputs and parameters.
+      param_dtype: of the parameters.
+      rngs: the source of the initial parameters.
 
     Raises:
-        ValueError: num_kv_heads does not divide num_heads, or a size is not positive.
+      ValueError: num_kv_heads does not divide num_heads, or num_heads in_features where head_dim is
+        None.
     """
 
     def __init__(
@@ -95,10 +100,10 @@ class Mixer(nnx.Module):
     ):
         H, K = num_heads, num_heads if num_kv_heads is None else num_kv_heads
         if H < 1 or K < 1 or H % K:
-            raise ValueError(f"num_kv_heads must divide num_heads={H}; got {K}")
+            raise ValueError(f"num_kv_heads must divide num_heads={H}, got {K}")
         if head_dim is None and in_features % H:
             raise ValueError(
-                f"num_heads={H} must divide in_features={in_features}, or give head_dim"
+                f"num_heads={H} must divide in_features={in_features} where head_dim is None"
             )
         D = in_features // H if head_dim is None else head_dim
         E = D if value_head_dim is None else value_head_dim
@@ -139,21 +144,22 @@ class Mixer(nnx.Module):
         """Mixes the tokens; T = 1 with a state is a decoding step.
 
         Args:
-            x: features, [B, T, F].
-            state: what came before; None means nothing.
-            mask: True at real tokens, [B, T]; None means everywhere.
-            segment_ids: integers, [B, T]: a segment starts where the id of an unmasked token
-                differs from that of the last unmasked token.
+          x: [B, T, F].
+          state: what this layer returned for the tokens before; None is the beginning.
+          mask: [B, T], False at padding.
+          segment_ids: [B, T], integers: a segment starts where the id of an unmasked token differs
+            from that of the last unmasked token.
 
         Returns:
-            y: mixed features, [B, T, F].
-            state: after the last token.
+          The mixed features [B, T, F], and the state after the last token.
 
         Raises:
-            ValueError: a shape or dtype does not fit.
+          ValueError: an argument has a wrong shape or dtype; the message names it.
         """
         x = jnp.asarray(x)
-        mask, segment_ids = self._check(x, mask, segment_ids)
+        self._check(x, state)
+        mask = checked_or_none("mask", mask, x.shape[:2], jnp.bool_)
+        segment_ids = checked_or_none("segment_ids", segment_ids, x.shape[:2], jnp.integer)
         if mask is not None:
             x = jnp.where(mask[..., None], x, 0)  # so that nothing it holds meets a gradient
         memory, start = (None, None) if state is None else state
@@ -169,7 +175,7 @@ class Mixer(nnx.Module):
         return y, MixerState(memory, position if self.uses_positions else None)
 
     def init_state(self, batch_size: int) -> MixerState:
-        """Returns the state before any token, for `batch_size` rows."""
+        """The state before any token, for `batch_size` rows."""
         position = jnp.zeros((batch_size,), jnp.int32) if self.uses_positions else None
         return MixerState(self._init_memory(batch_size), position)
 
@@ -198,24 +204,13 @@ class Mixer(nnx.Module):
             q, k = (rotary(a, positions, base=self.rotary_base) for a in (q, k))
         return q, k, v
 
-    def _check(
-        self, x: jax.Array, mask: Mask | None, segment_ids: SegmentIds | None
-    ) -> tuple[jax.Array | None, jax.Array | None]:
+    def _check(self, x: jax.Array, state: MixerState | None) -> None:
         if x.ndim != 3 or x.shape[-1] != self.in_features:
-            raise ValueError(f"x must be [B, T, F] with F={self.in_features}; got {x.shape}")
-        mask = None if mask is None else jnp.asarray(mask)
-        segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-        for name, given, kind in (
-            ("mask", mask, jnp.bool_),
-            ("segment_ids", segment_ids, jnp.integer),
-        ):
-            if given is not None and (
-                given.shape != x.shape[:2] or not jnp.issubdtype(given.dtype, kind)
-            ):
-                raise ValueError(
-                    f"{name} must be {kind.__name__} {x.shape[:2]}; got {given.dtype} {given.shape}"
-                )
-        return mask, segment_ids
+            raise ValueError(f"x must be [B, T, F] with F={self.in_features}, got {x.shape}")
+        rows = {jnp.shape(a)[:1] for a in jax.tree.leaves(state)}
+        if rows - {x.shape[:1]}:
+            shapes = jax.tree.map(jnp.shape, state)
+            raise ValueError(f"state must have x's {len(x)} rows, got shapes {shapes}")
 
 
 def count_positions(
@@ -227,31 +222,29 @@ def count_positions(
     """Counts the unmasked tokens of each token's segment before it.
 
     Args:
-        shape: (B, T).
-        start: how many the row's first segment has already, [B].
-        mask: True at real tokens, [B, T].
-        segment_ids: integers, [B, T].
+      shape: (B, T).
+      start: [B], how many the row's first segment has already.
+      mask: [B, T], False at padding.
+      segment_ids: [B, T], integers.
 
     Returns:
-        positions: int32 [B, T]; what masked tokens get has no meaning.
-        position: that of the token after the last, int32 [B].
+      The positions, int32 [B, T], of no meaning where masked; and that of the token after the last,
+      int32 [B].
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> ids = jnp.array([[0, 0, 1, 1]])
-        >>> print(*count_positions((1, 4), jnp.array([5]), None, ids))
-        [[5 6 0 1]] [2]
+      >>> import jax.numpy as jnp
+      >>> ids = jnp.array([[0, 0, 1, 1]])
+      >>> print(*count_positions((1, 4), jnp.array([5]), None, ids))
+      [[5 6 0 1]] [2]
     """
     if shape[1] == 0:
         return jnp.zeros(shape, jnp.int32), jnp.asarray(start)
     real = jnp.ones(shape, bool) if mask is None else mask
     before = jnp.cumsum(real, axis=1, dtype=jnp.int32) - real
-    offset = -start[
-        :, None
-    ]  # what `before` would have been at the start of the row's first segment
+    # `before` at the start of each token's segment, which for the first one may lie before the row.
+    offset = -start[:, None]
     if segment_ids is not None:
-        number = segment_numbers(segment_ids, real)
-        starts = number != jnp.roll(number, 1, axis=1).at[:, 0].set(0)
+        starts = segment_starts(segment_ids, real)
         offset = jax.lax.cummax(jnp.where(starts, before, offset), axis=1)
     positions = before - offset
     return positions, positions[:, -1] + real[:, -1]

@@ -29,24 +29,25 @@ class RecurrentOptions(MixerOptions, total=False):
 class Recurrent(Mixer):
     """A layer around an operator that has a step: the shared part of the layers below.
 
-    Every affinity is multiplied by D ** -0.5. With a learned decay, all of them train faster than
-    without, and their states stay bounded: so it is the default.
+    A subclass names its `operator` and `operator_step`, as static methods, and passes their options
+    on as `operator_options`. Every affinity is multiplied by D^(-1/2). The decay is learned by
+    default, for without one the states grow with the number of tokens.
 
     Args:
-        num_heads: see `Mixer`.
-        in_features: see `Mixer`.
-        operator_options: what this layer passes to its operator, and to the operator's step.
-        decay: how much of the state each token leaves, in (0, 1]. "learned": exp(-softplus(w . x +
-            b)), per token and kv head; at first the heads forget over 2 to 512 tokens. A number, or
-            one per kv head: that much. None: all of it.
-        implementation: the operator's, for more than one token.
-        chunk_size: the operator's.
-        precision: the operator's.
-        rngs: see `Mixer`.
-        **options: see `Mixer`.
+      num_heads: see `Mixer`.
+      in_features: see `Mixer`.
+      operator_options: what this layer passes to its operator, and to the operator's step.
+      decay: how much of the state each token leaves, in (0, 1]. "learned": exp(-softplus(w . x +
+        b)), per token and kv head; at first the heads forget over 2 to 512 tokens. A number, or
+        one per kv head: that much. None: all of it.
+      implementation: the operator's, for more than one token.
+      chunk_size: the operator's.
+      precision: the operator's.
+      rngs: see `Mixer`.
+      **options: see `Mixer`.
 
     Raises:
-        ValueError: an option does not fit.
+      ValueError: an option does not fit.
     """
 
     operator: ClassVar[Callable[..., Any]]
@@ -72,9 +73,13 @@ class Recurrent(Mixer):
             ("scale", self.head_dim**-0.5),
             ("precision", precision),
         )
-        self.engine = (("implementation", implementation), ("chunk_size", chunk_size))
+        self.whole_options = (
+            *self.step_options,
+            ("implementation", implementation),
+            ("chunk_size", chunk_size),
+        )
         if isinstance(decay, str) and decay != "learned":
-            raise ValueError(f"decay must be 'learned', numbers in (0, 1] or None; got {decay!r}")
+            raise ValueError(f"decay must be 'learned', numbers in (0, 1] or None, got {decay!r}")
         self.decay = _decay_logits(self, rngs) if isinstance(decay, str) else None
         self.log_decay = None if isinstance(decay, str) else _logs(decay, self.num_kv_heads)
 
@@ -84,14 +89,13 @@ class Recurrent(Mixer):
         log_decay = None if self.log_decay is None else jnp.asarray(self.log_decay, jnp.float32)
         if self.decay is not None:
             log_decay = -jax.nn.softplus(self.decay(x))
-        options = dict(self.step_options)
         if x.shape[1] == 1 and memory is not None:  # a single token continues its segment
             token = [a[:, 0] for a in (q, k, v)]
             if log_decay is not None and log_decay.ndim == 3:
                 log_decay = log_decay[:, 0]
             mask = None if tokens.mask is None else tokens.mask[:, 0]
             o, memory = type(self).operator_step(
-                *token, memory, log_decay=log_decay, mask=mask, **options
+                *token, memory, log_decay=log_decay, mask=mask, **dict(self.step_options)
             )
             return o[:, None], memory
         return type(self).operator(
@@ -102,8 +106,7 @@ class Recurrent(Mixer):
             mask=tokens.mask,
             segment_ids=tokens.segment_ids,
             initial_state=memory,
-            **options,
-            **dict(self.engine),
+            **dict(self.whole_options),
         )
 
     def _init_memory(self, batch_size: int) -> Any:
@@ -114,7 +117,7 @@ class Recurrent(Mixer):
             q, k, v = (
                 jnp.zeros((batch_size, 0, *heads), dtype) for heads in ((H, D), (K, D), (K, E))
             )
-            return type(self).operator(q, k, v, **dict(self.step_options))[1]
+            return type(self).operator(q, k, v, **dict(self.whole_options))[1]
 
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run))
 
@@ -124,7 +127,7 @@ def _logs(decay: float | Sequence[float] | None, num_kv_heads: int) -> tuple[flo
         return None
     kept = np.asarray(decay, np.float64)
     if kept.shape not in ((), (num_kv_heads,)) or not ((kept > 0) & (kept <= 1)).all():
-        raise ValueError(f"decay must be in (0, 1], one number or {num_kv_heads}; got {decay}")
+        raise ValueError(f"decay must be in (0, 1], one number or {num_kv_heads}, got {decay}")
     return tuple(np.broadcast_to(np.log(kept), (num_kv_heads,)).tolist())
 
 
@@ -148,24 +151,23 @@ def _decay_logits(layer: Mixer, rngs: nnx.Rngs) -> nnx.Linear:
 class LinearAttention(Recurrent):
     """Linear attention as a layer: sums (phi(q_t) . phi(k_s)) v_s over s <= t; normalised.
 
-    Args:
-        num_heads: see `Mixer`.
-        in_features: see `Mixer`.
-        feature_map: phi, see `hla_jax.linear_attention`; applied after rotary positions.
-        normalize: whether to divide by the sum of the affinities.
-        rngs: see `Mixer`.
-        **options: see `Recurrent` and `Mixer`.
+    Source: Transformers are RNNs (Katharopoulos et al. 2020, arXiv 2006.16236), section 3.
 
-    References:
-        Katharopoulos et al., "Transformers are RNNs" (arXiv 2006.16236), section 3.
+    Args:
+      num_heads: see `Mixer`.
+      in_features: see `Mixer`.
+      feature_map: phi, see `hla_jax.linear_attention`; applied after rotary positions.
+      normalize: whether to divide by the sum of the affinities.
+      rngs: see `Mixer`.
+      **options: see `Recurrent` and `Mixer`.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> layer = LinearAttention(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
-        >>> y, state = layer(jnp.ones((1, 5, 8)))
-        >>> print(y.shape, state.memory.kv.shape, state.position)
-        (1, 5, 8) (1, 2, 4, 4) [5]
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> layer = LinearAttention(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
+      >>> y, state = layer(jnp.ones((1, 5, 8)))
+      >>> print(y.shape, state.memory.kv.shape, state.position)
+      (1, 5, 8) (1, 2, 4, 4) [5]
     """
 
     operator = staticmethod(ops.linear_attention)
@@ -188,27 +190,26 @@ class LinearAttention(Recurrent):
 class HLA2(Recurrent):
     """Second-order attention: sums (q_t . k_i)(k_i . q_j) v_j over i <= j <= t.
 
-    Args:
-        num_heads: see `Mixer`.
-        in_features: see `Mixer`.
-        masked: False lets i run past j, up to t.
-        ridge: adds this many times (q_t . q_j) v_j.
-        feature_map: see `hla_jax.hla2`.
-        normalize: see `hla_jax.hla2`; wants a positive feature map.
-        rngs: see `Mixer`.
-        **options: see `Recurrent` and `Mixer`.
+    Source: Higher-order Linear Attention (arXiv 2510.27258), section 3.
 
-    References:
-        Zhang et al., "Higher-order Linear Attention" (arXiv 2510.27258), section 3.
+    Args:
+      num_heads: see `Mixer`.
+      in_features: see `Mixer`.
+      masked: False lets i run past j, up to t.
+      ridge: adds this many times (q_t . q_j) v_j.
+      feature_map: see `hla_jax.hla2`.
+      normalize: see `hla_jax.hla2`; wants a positive feature map.
+      rngs: see `Mixer`.
+      **options: see `Recurrent` and `Mixer`.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> layer = HLA2(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
-        >>> y, state = layer(jnp.ones((1, 5, 8)))
-        >>> y, state = layer(jnp.ones((1, 1, 8)), state)
-        >>> print(y.shape, state.memory.kk.shape, state.memory.f.shape, state.position)
-        (1, 1, 8) (1, 2, 4, 4) (1, 2, 4, 4) [6]
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> layer = HLA2(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
+      >>> y, state = layer(jnp.ones((1, 5, 8)))
+      >>> y, state = layer(jnp.ones((1, 1, 8)), state)
+      >>> print(y.shape, state.memory.kk.shape, state.memory.f.shape, state.position)
+      (1, 1, 8) (1, 2, 4, 4) (1, 2, 4, 4) [6]
     """
 
     operator = staticmethod(ops.hla2)
@@ -233,24 +234,23 @@ class HLA2(Recurrent):
 class AHLA(Recurrent):
     """Asymmetric second-order attention: sums (q_t . k_i)(q_i . k_j) v_j over j <= i <= t.
 
-    Args:
-        num_heads: see `Mixer`.
-        in_features: see `Mixer`.
-        feature_map: see `hla_jax.ahla`.
-        normalize: see `hla_jax.ahla`; wants a positive feature map.
-        rngs: see `Mixer`.
-        **options: see `Recurrent` and `Mixer`.
+    Source: Higher-order Linear Attention (arXiv 2510.27258), section 6.
 
-    References:
-        Zhang et al., "Higher-order Linear Attention" (arXiv 2510.27258), section 6.
+    Args:
+      num_heads: see `Mixer`.
+      in_features: see `Mixer`.
+      feature_map: see `hla_jax.ahla`.
+      normalize: see `hla_jax.ahla`; wants a positive feature map.
+      rngs: see `Mixer`.
+      **options: see `Recurrent` and `Mixer`.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> layer = AHLA(num_heads=2, in_features=8, num_kv_heads=1, rngs=nnx.Rngs(0))
-        >>> y, state = layer(jnp.ones((1, 5, 8)))
-        >>> print(y.shape, state.memory.kv.shape, state.memory.e.shape)
-        (1, 5, 8) (1, 1, 4, 4) (1, 2, 4, 4)
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> layer = AHLA(num_heads=2, in_features=8, num_kv_heads=1, rngs=nnx.Rngs(0))
+      >>> y, state = layer(jnp.ones((1, 5, 8)))
+      >>> print(y.shape, state.memory.kv.shape, state.memory.e.shape)
+      (1, 5, 8) (1, 1, 4, 4) (1, 2, 4, 4)
     """
 
     operator = staticmethod(ops.ahla)
@@ -273,25 +273,25 @@ class AHLA(Recurrent):
 class HLA3(Recurrent):
     """Third-order attention: sums (q_t . k_i)(k_i . q_u)(q_u . k_j) v_j over i, j <= u <= t.
 
-    Args:
-        num_heads: see `Mixer`.
-        in_features: see `Mixer`.
-        variant: "masked", "unmasked" or "published", see `hla_jax.hla3`.
-        feature_map: see `hla_jax.hla3`.
-        normalize: see `hla_jax.hla3`; wants a positive feature map.
-        rngs: see `Mixer`.
-        **options: see `Recurrent` and `Mixer`.
+    Source: Higher-order Linear Attention (arXiv 2510.27258), section 7; docs/errata.md tells why
+    "masked" differs from "published".
 
-    References:
-        Zhang et al., "Higher-order Linear Attention" (arXiv 2510.27258), section 7.
+    Args:
+      num_heads: see `Mixer`.
+      in_features: see `Mixer`.
+      variant: "masked", "unmasked" or "published", see `hla_jax.hla3`.
+      feature_map: see `hla_jax.hla3`.
+      normalize: see `hla_jax.hla3`; wants a positive feature map.
+      rngs: see `Mixer`.
+      **options: see `Recurrent` and `Mixer`.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> layer = HLA3(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
-        >>> y, state = layer(jnp.ones((1, 5, 8)))
-        >>> print(y.shape, state.memory.f.shape)
-        (1, 5, 8) (1, 2, 4, 4)
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> layer = HLA3(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
+      >>> y, state = layer(jnp.ones((1, 5, 8)))
+      >>> print(y.shape, state.memory.f.shape)
+      (1, 5, 8) (1, 2, 4, 4)
     """
 
     operator = staticmethod(ops.hla3)

@@ -15,22 +15,21 @@ def rotary(
     The product of a query and a key rotated so depends on their positions' difference alone. Each
     affinity of a higher-order operator is such a product, so this holds for all operators here.
 
+    Source: RoFormer (Su et al. 2021, arXiv 2104.09864), section 3.2.
+
     Args:
-        x: queries or keys, [*B, T, H, D]. If D is odd its last channel is left as it is.
-        positions: the tokens' positions, [*B, T].
-        base: the larger, the slower the last channels turn.
+      x: [*B, T, H, D], queries or keys. If D is odd, the last channel is left as it is.
+      positions: [*B, T], integers, the tokens' positions.
+      base: the larger, the slower the last channels turn.
 
     Returns:
-        The rotated queries or keys, in x's shape and dtype.
-
-    References:
-        Su et al., "RoFormer" (arXiv 2104.09864), section 3.2.
+      [*B, T, H, D], in x's dtype.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> x = jnp.array([1.0, 0.0]).reshape(1, 1, 2)
-        >>> print(rotary(x, jnp.array([1])).ravel())
-        [0.5403023  0.84147096]
+      >>> import jax.numpy as jnp
+      >>> x = jnp.array([1.0, 0.0]).reshape(1, 1, 2)
+      >>> print(rotary(x, jnp.array([1])).ravel())
+      [0.5403023  0.84147096]
     """
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / max(half, 1))

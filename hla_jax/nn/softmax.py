@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from hla_jax.attention.segments import segment_numbers
+from hla_jax._segments import segment_numbers
 from hla_jax.attention.softmax import attend, softmax_attention
 from hla_jax.nn.mixer import Mixer, MixerOptions, Tokens
 
@@ -17,8 +17,8 @@ class KVCache(NamedTuple):
     """The keys and values of each row's current segment: the token at position p is in slot p.
 
     Attributes:
-        k: [B, M, K, D], M the layer's max_length.
-        v: [B, M, K, E].
+      k: [B, M, K, D], M the layer's max_length.
+      v: [B, M, K, E].
     """
 
     k: Float[jax.Array, "B M K D"]
@@ -32,27 +32,26 @@ class SoftmaxAttention(Mixer):
     known while Python runs (outside jit, or by its static length); inside jit its output is NaN, so
     that it cannot go unnoticed, and no other token is touched.
 
+    Source: Attention Is All You Need (Vaswani et al. 2017, arXiv 1706.03762), section 3.2.2.
+
     Args:
-        num_heads: see `Mixer`.
-        in_features: see `Mixer`.
-        max_length: M, how many unmasked tokens a segment may have.
-        rngs: see `Mixer`.
-        **options: see `Mixer`; output_norm is off by default.
+      num_heads: see `Mixer`.
+      in_features: see `Mixer`.
+      max_length: M, how many unmasked tokens a segment may have.
+      rngs: see `Mixer`.
+      **options: see `Mixer`; output_norm is off by default.
 
     Raises:
-        ValueError: an option does not fit, or (from calls) a position is past max_length.
-
-    References:
-        Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 3.2.2.
+      ValueError: an option does not fit, or (from calls) a position is past max_length.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from flax import nnx
-        >>> layer = SoftmaxAttention(num_heads=2, in_features=8, max_length=4, rngs=nnx.Rngs(0))
-        >>> y, state = layer(jnp.ones((1, 3, 8)))
-        >>> y, state = layer(jnp.ones((1, 1, 8)), state)
-        >>> print(y.shape, state.memory.k.shape, state.position)
-        (1, 1, 8) (1, 4, 2, 4) [4]
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> layer = SoftmaxAttention(num_heads=2, in_features=8, max_length=4, rngs=nnx.Rngs(0))
+      >>> y, state = layer(jnp.ones((1, 3, 8)))
+      >>> y, state = layer(jnp.ones((1, 1, 8)), state)
+      >>> print(y.shape, state.memory.k.shape, state.position)
+      (1, 1, 8) (1, 4, 2, 4) [4]
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class SoftmaxAttention(Mixer):
         **options: Unpack[MixerOptions],
     ):
         if max_length < 1:
-            raise ValueError(f"max_length must be at least 1; got {max_length}")
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
         super().__init__(
             num_heads, in_features, rngs=rngs, **MixerOptions(output_norm=False) | options
         )

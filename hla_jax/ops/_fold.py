@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from hla_jax import kernels
+from hla_jax._check import array, check_flag, check_number, checked, checked_or_none
+from hla_jax._segments import segment_starts
 from hla_jax._types import FeatureMaps, LogDecay, Mask, MaskStep, Number, SegmentIds
 
 State = TypeVar("State", bound=tuple)
@@ -90,35 +92,36 @@ def fold(
     causal: bool = True,
 ) -> Folded:
     """Checks the arguments and folds all that is not algebra into plain arrays."""
-    q, k, v = _checked_tokens(q, k, v, causal)
+    q, k, v = _checked_tokens(q, k, v, tokens="T" if causal else "S")
     *batch, S, K, _ = k.shape
+    if q.shape[: len(batch)] != tuple(batch):
+        raise ValueError(f"k must have q's batch axes {q.shape[:-3]}, got shape {k.shape}")
     if segment_ids is not None and q.shape[-3] != S:
         raise ValueError(f"segment_ids needs T == S, got T = {q.shape[-3]} and S = {S}")
-    mask = _checked("mask", mask, (*batch, S), jnp.bool_)
-    segment_ids = _checked("segment_ids", segment_ids, (*batch, S), jnp.integer)
-    if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
+    mask = checked_or_none("mask", mask, (*batch, S), jnp.bool_)
+    segment_ids = checked_or_none("segment_ids", segment_ids, (*batch, S), jnp.integer)
+    check_number("scale", scale)
+    check_flag("causal", causal)
+    check_flag("normalize", normalize)
+    if chunk_size is not None and not (type(chunk_size) is int and chunk_size >= 1):
         raise ValueError(f"chunk_size must be None or an int >= 1, got {chunk_size!r}")
-    if implementation not in (None, *kernels.IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation must be None or one of {kernels.IMPLEMENTATIONS}, "
-            f"got {implementation!r}"
-        )
-    if jnp.ndim(scale) != 0:
-        raise ValueError(f"scale must be a number, got an array of shape {jnp.shape(scale)}")
+    maps = feature_map if isinstance(feature_map, tuple) else (feature_map, feature_map)
+    if len(maps) != 2 or not all(f is None or callable(f) for f in maps):
+        raise ValueError(f"feature_map must be None, a callable or a pair, got {feature_map!r}")
 
     dtype = jnp.dtype(jnp.float32)
-    if any(x.dtype == jnp.float64 for x in (q, k, v, *jax.tree.leaves(initial_state))):
+    arrays = [x for x in (q, k, v, *jax.tree.leaves(initial_state)) if hasattr(x, "dtype")]
+    if any(x.dtype == jnp.float64 for x in arrays):
         dtype = jnp.dtype(jnp.float64)
     of_queries = mask if causal else None
-    for_q, for_k = feature_map if isinstance(feature_map, tuple) else (feature_map, feature_map)
-    q = _features("q", for_q, q, of_queries)
-    k = _features("k", for_k, k, mask)
+    q = _features("q", maps[0], q, of_queries)
+    k = _features("k", maps[1], k, mask)
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"feature_map must give q and k one width, got {q.shape[-1]} and {k.shape[-1]}"
+            f"k must have q's width D, after feature_map too, got {k.shape[-1]} and {q.shape[-1]}"
         )
     if not (isinstance(scale, int | float) and scale == 1):
-        q = q * jnp.asarray(scale, q.dtype)
+        q = q.astype(dtype) * jnp.asarray(scale, dtype)
     v = _where(mask, v)
     return Folded(
         q,
@@ -167,7 +170,7 @@ def start(
         member = getattr(initial_state, name)
         if shape is not None and member is not None:
             shape = (*x.sizes.B, *shape)
-            member = _checked(f"initial_state.{name}", member, shape, jnp.floating).astype(x.dtype)
+            member = checked(f"initial_state.{name}", member, shape, jnp.floating).astype(x.dtype)
         elif shape is not None or member is not None:
             wanted = "None" if shape is None else f"an array of shape {(*x.sizes.B, *shape)}"
             given = "None" if member is None else f"an array of shape {jnp.shape(member)}"
@@ -180,6 +183,7 @@ def start(
 
 def finish(x: Folded, o: Pair, state: State, like, *, initial_state: State | None, eps):
     """Returns outputs over their mass, in the dtype of `like` (v), and the state in its own."""
+    check_number("eps", eps)
     out = o.v
     if o.one is not None:
         mass = o.one + jnp.asarray(eps, x.dtype)
@@ -195,9 +199,16 @@ def finish(x: Folded, o: Pair, state: State, like, *, initial_state: State | Non
     return _where(x.mask, out).astype(jnp.result_type(like)), state
 
 
-def finish_weights(w: jax.Array, normalize: bool, eps) -> jax.Array:
-    """Divides each row of weights by its sum plus eps."""
-    return w / (jnp.sum(w, -1, keepdims=True) + jnp.asarray(eps, w.dtype)) if normalize else w
+def finish_weights(x: Folded, w: jax.Array, normalize: bool, eps) -> jax.Array:
+    """Returns the weights, each row divided by its sum plus eps where normalised."""
+    check_flag("normalize", normalize)
+    check_number("eps", eps)
+    if not normalize:
+        return w
+    mass = jnp.sum(w, -1, keepdims=True) + jnp.asarray(eps, w.dtype)
+    if x.mask is not None:
+        mass = jnp.where(x.mask[..., None, :, None], mass, 1)
+    return w / mass
 
 
 class StepOptions(TypedDict, total=False):
@@ -225,17 +236,17 @@ class WeightOptions(TypedDict, total=False):
 
 def step(op: Callable, q_t, k_t, v_t, state, *, log_decay=None, mask=None, **options):
     """Runs an operator on one token: [*B, heads, width], log_decay [*B, K], mask [*B]."""
-    for name, x in (("q_t", q_t), ("k_t", k_t), ("v_t", v_t)):
-        if jnp.ndim(x) < 2:
-            raise ValueError(f"{name} must be [*B, heads, width], got shape {jnp.shape(x)}")
+    q_t, k_t, v_t = _checked_tokens(q_t, k_t, v_t, tokens="", suffix="_t")
     if log_decay is not None:
-        log_decay = jnp.expand_dims(jnp.atleast_1d(log_decay), -2)
+        log_decay = jnp.expand_dims(jnp.atleast_1d(array("log_decay", log_decay)), -2)
+    if mask is not None:
+        mask = jnp.expand_dims(array("mask", mask), -1)
     out, state = op(
         jnp.expand_dims(q_t, -3),
         jnp.expand_dims(k_t, -3),
         jnp.expand_dims(v_t, -3),
         log_decay=log_decay,
-        mask=None if mask is None else jnp.expand_dims(mask, -1),
+        mask=mask,
         initial_state=state,
         implementation="serial",
         **options,
@@ -243,24 +254,11 @@ def step(op: Callable, q_t, k_t, v_t, state, *, log_decay=None, mask=None, **opt
     return jnp.squeeze(out, -3), state
 
 
-def segment_starts(segment_ids: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Returns [*B, T], true at an unmasked token whose id differs from the last unmasked one's."""
-    T = segment_ids.shape[-1]
-    index = jnp.broadcast_to(jnp.arange(T), segment_ids.shape)
-    known = index if mask is None else jnp.where(mask, index, -1)
-    last = lax.cummax(known, axis=known.ndim - 1)
-    previous = jnp.concatenate([jnp.full_like(last[..., :1], -1), last[..., :-1]], -1)
-    id_before = jnp.take_along_axis(segment_ids, jnp.maximum(previous, 0), -1)
-    starts = (previous >= 0) & (segment_ids != id_before)
-    return starts if mask is None else starts & mask
-
-
 def _folded_decay(log_decay, segment_ids, mask, shape, dtype):
     if log_decay is not None:
-        if not jnp.issubdtype(jnp.result_type(log_decay), jnp.floating):
-            raise ValueError(f"log_decay must be floating, got dtype {jnp.result_type(log_decay)}")
+        log_decay = checked("log_decay", log_decay, None, jnp.floating)
         try:
-            log_decay = jnp.broadcast_to(jnp.asarray(log_decay, dtype), shape)
+            log_decay = jnp.broadcast_to(log_decay.astype(dtype), shape)
         except ValueError:
             raise ValueError(
                 f"log_decay must broadcast to [*B, T, K] = {shape}, got {jnp.shape(log_decay)}"
@@ -276,7 +274,7 @@ def _features(name, feature_map, x, mask):
     """Applies a feature map to the tokens that the mask keeps; the rest is 0 before and after."""
     if feature_map is None:
         return _where(mask, x)
-    y = feature_map(_where(mask, x))
+    y = checked("feature_map's result", feature_map(_where(mask, x)), None, jnp.floating)
     if y.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"feature_map must change the last axis of {name} alone, got {x.shape} -> {y.shape}"
@@ -291,35 +289,30 @@ def _where(mask, x, width_axes: int = 2):
     return jnp.where(mask.reshape(mask.shape + (1,) * width_axes), x, jnp.zeros((), x.dtype))
 
 
-def _checked(name, x, shape, kind):
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, kind):
-        wanted = {jnp.bool_: "boolean", jnp.integer: "integer", jnp.floating: "floating"}[kind]
-        raise ValueError(f"{name} must be {wanted}, got dtype {x.dtype}")
-    if shape is not None and x.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
-    return x
+def _checked_tokens(q, k, v, *, tokens: str, suffix: str = ""):
+    """Returns q, k and v as arrays that fit together.
 
-
-def _checked_tokens(q, k, v, causal):
-    layouts = {"q": "[*B, T, H, D]", "k": "[*B, S, K, D]", "v": "[*B, S, K, E]"}
-    arrays = {}
-    for (name, layout), x in zip(layouts.items(), (q, k, v), strict=True):
-        arrays[name] = x = _checked(name, x, None, jnp.floating)
-        if x.ndim < 3:
+    `tokens` is "T" where q and k share the token axis, "S" where k has its own, "" without one.
+    """
+    before = {"T": "*B, T, ", "S": "*B, S, ", "": "*B, "}[tokens]
+    ndim = 3 if tokens else 2
+    names = [name + suffix for name in ("q", "k", "v")]
+    arrays = []
+    for name, x, own in zip(names, (q, k, v), ("H, D", "K, D", "K, E"), strict=True):
+        arrays.append(x := checked(name, x, None, jnp.floating))
+        if x.ndim < ndim:
+            layout = f"[*B, T, {own}]" if tokens and x is arrays[0] else f"[{before}{own}]"
             raise ValueError(f"{name} must be {layout}, got shape {x.shape}")
-    q, k, v = arrays.values()
+    q, k, v = arrays
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
-            f"v must be [*B, S, K, E] with k's [*B, S, K] = {k.shape[:-1]}, got {v.shape}"
+            f"{names[2]} must have {names[1]}'s axes {k.shape[:-1]} before E, got shape {v.shape}"
         )
-    if q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(f"k must have q's batch axes {q.shape[:-3]}, got shape {k.shape}")
-    if causal and q.shape[-3] != k.shape[-3]:
-        raise ValueError(f"k must have q's T = {q.shape[-3]} tokens, got shape {k.shape}")
+    if tokens != "S" and q.shape[:-2] != k.shape[:-2]:
+        raise ValueError(
+            f"{names[1]} must have {names[0]}'s axes {q.shape[:-2]} before K, got shape {k.shape}"
+        )
     H, K = q.shape[-2], k.shape[-2]
     if K == 0 or H % K:
-        raise ValueError(f"k's heads must divide q's, got K = {K} and H = {H}")
+        raise ValueError(f"{names[1]}'s heads must divide {names[0]}'s, got K = {K} and H = {H}")
     return q, k, v

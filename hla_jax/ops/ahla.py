@@ -30,9 +30,9 @@ class AHLAState(NamedTuple):
     """All that asymmetric HLA keeps of the past; k and ez are None unless normalised.
 
     Attributes:
-      kv: P, the sum of k v^T.
+      kv: P, the sum of k^T v.
       k: its mass, the sum of k.
-      e: E, the sum of k r^T, r_t = q_t P_t.
+      e: E, the sum of k^T r, r_t = q_t P_t.
       ez: its mass.
     """
 
@@ -65,7 +65,7 @@ def ahla(
 
         o_t = sum over j <= i <= t of w(t, j) (q_t . k_i)(q_i . k_j) v_j
 
-    which is (W W) V for W = L . (Q K^T) without decay, and runs as R = LA(Q, K, V), O = LA(Q, K,
+    which is (W W) V for W = L * (Q K^T) without decay, and runs as R = LA(Q, K, V), O = LA(Q, K,
     R). Time O(T D E), state D E per kv head and D E per query head.
 
     Source: Higher-order Linear Attention (arXiv 2510.27258), section 6, with the corrected scan of
@@ -151,7 +151,7 @@ def ahla_step(
 ) -> tuple[OutputStep, AHLAState]:
     """One token of `ahla`, from state to state: O(D E) whatever the position.
 
-        P = a P + k v^T    E = a E + k^T (q P)    o = q E
+        P = a P + k^T v    E = a E + k^T (q P)    o = q E
 
     Args:
       q_t: [*B, H, D].
@@ -197,7 +197,8 @@ def ahla_weights(
       k: [*B, T, K, D].
       normalize: whether each row is divided by its sum plus eps.
       eps: added to the row sums.
-      **options: those of `ahla` that concern q and k alone.
+      **options: feature_map, log_decay, scale, mask, segment_ids and precision, with the defaults
+        of `ahla`.
 
     Returns:
       [*B, H, T, T] in float32 (float64 where an input is).
@@ -214,4 +215,4 @@ def ahla_weights(
     x = _fold.fold_pairs(q, k, **options)
     w = x.weights(x.q, x.k)
     w = jnp.matmul(w, w, precision=x.options["precision"])
-    return _fold.finish_weights(w, normalize, eps)
+    return _fold.finish_weights(x, w, normalize, eps)

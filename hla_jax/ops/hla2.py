@@ -6,6 +6,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
+from hla_jax._check import check_flag, check_number
 from hla_jax._types import (
     FeatureMaps,
     Keys,
@@ -30,10 +31,10 @@ class HLA2State(NamedTuple):
     """All that second-order HLA keeps of the past; members that the options do not need are None.
 
     Attributes:
-      kk: S, the sum of k k^T.
+      kk: S, the sum of k^T k.
       f: F, the state of the masked form.
       fz: its mass, where normalised.
-      c: C, the sum of q v^T: of the unmasked form, and of the ridge.
+      c: C, the sum of q^T v: of the unmasked form, and of the ridge.
       cz: its mass, where normalised.
     """
 
@@ -69,7 +70,7 @@ def hla2(
 
         o_t = sum over i <= j <= t of w(t, i) w(t, j) (q_t . k_i)(k_i . q_j) v_j
 
-    which is ((W W^T) . L) V for W = L . (Q K^T) without decay, and runs as two causal linear
+    which is ((W W^T) * L) V for W = L * (Q K^T) without decay, and runs as two causal linear
     attentions: U = LA(Q, K, K), O = LA(Q, U, V) at twice the log decay. Unmasked, i and j are only
     <= t: O = LA(U, Q, V). Time O(T D (D + E)), state D^2 per kv head and D E per query head.
 
@@ -132,6 +133,7 @@ def hla2(
         chunk_size=chunk_size,
         implementation=implementation,
     )
+    check_flag("masked", masked)
     has_ridge = _has(ridge)
     _, _, H, K, D, E = x.sizes
     fz = (H, D) if normalize else None
@@ -148,7 +150,9 @@ def hla2(
     (u, _), kk = x.la(x.q, x.k, Pair(x.k), Pair(s.kk))
     f = c = Pair(None)
     if not masked:
-        o, c = x.la(u + ridge * x.q.astype(x.dtype), x.q, x.v, Pair(s.c, s.cz))
+        if has_ridge:
+            u += ridge * x.q.astype(x.dtype)
+        o, c = x.la(u, x.q, x.v, Pair(s.c, s.cz))
     else:
         o, f = x.la(x.q, u, x.v, Pair(s.f, s.fz), power=2)
         if has_ridge:
@@ -170,7 +174,9 @@ def hla2_step(
 ) -> tuple[OutputStep, HLA2State]:
     """One token of `hla2`, from state to state: O(D^2 + D E) whatever the position.
 
-        S = a S + k k^T    F = a^2 F + (q S)^T v    o = q F
+        masked     S = a S + k^T k    F = a^2 F + (q S)^T v    o = q F
+        unmasked   S = a S + k^T k    C = a C + q^T v          o = (q S) C
+        ridge      C = a C + q^T v    o += ridge q C
 
     Args:
       q_t: [*B, H, D].
@@ -222,7 +228,8 @@ def hla2_weights(
       ridge: as in `hla2`.
       normalize: whether each row is divided by its sum plus eps.
       eps: added to the row sums.
-      **options: those of `hla2` that concern q and k alone.
+      **options: feature_map, log_decay, scale, mask, segment_ids and precision, with the defaults
+        of `hla2`.
 
     Returns:
       [*B, H, T, T] in float32 (float64 where an input is).
@@ -242,9 +249,10 @@ def hla2_weights(
     w = x.weights(x.q, u, power=2) if masked else x.weights(u, x.q)
     if _has(ridge):
         w += ridge * x.weights(x.q, x.q)
-    return _fold.finish_weights(w, normalize, eps)
+    return _fold.finish_weights(x, w, normalize, eps)
 
 
 def _has(ridge) -> bool:
     """Whether there is a ridge; a traced one may be anything but absent."""
+    check_number("ridge", ridge)
     return not (isinstance(ridge, int | float) and ridge == 0)

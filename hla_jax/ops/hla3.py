@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from hla_jax import kernels
 from hla_jax._types import (
     FeatureMaps,
     Keys,
@@ -34,9 +35,9 @@ class HLA3State(NamedTuple):
     """All that third-order HLA keeps of the past; members that the options do not need are None.
 
     Attributes:
-      kk: S, the sum of k k^T.
-      qq: N, the sum of q q^T, of the unmasked and the published form.
-      kv: P, the sum of k v^T.
+      kk: S, the sum of k^T k.
+      qq: N, the sum of q^T q, of the unmasked and the published form.
+      kv: P, the sum of k^T v.
       k: its mass, where normalised.
       f: F, of the masked and the published form.
       fz: its mass, where normalised.
@@ -75,16 +76,17 @@ def hla3(
         w(t, i) w(t, u) w(t, j) (q_t . k_i)(k_i . q_u)(q_u . k_j) v_j
 
     over other indices: "masked" over i <= u and j <= u, u <= t, the strictly causal third-order
-    product [L . (W W^T)] W V; "unmasked" over i, u, j <= t; "published" over those i, u, j <= t of
-    which at least two equal the largest, which is what Algorithm 3 of the paper computes. As
-    cascades of causal linear attentions, with U = LA(Q, K, K) and R = LA(Q, K, V):
+    product [L * (W W^T)] W V; "unmasked" over i, u, j <= t; "published" over those i, u, j <= t of
+    which at least two equal the largest, which is what Algorithm 3 of the paper computes at decay 1
+    (its decayed form follows no rule of weights). As cascades of causal linear attentions, with
+    U = LA(Q, K, K) and R = LA(Q, K, V):
 
         masked     O = LA(Q, U, R) at three times the log decay
         unmasked   O = LA(LA(U, Q, Q), K, V)
-        published  O = LA(Q, c A, V) + LA(Q, K, s V + c P + c^2 V) at three times the log decay,
-        with the
-                   strict A = LA(Q, K, K), P = LA(Q, K, V), s_t = k_t . LA(K, Q, Q)_t, and c_t = q_t
-                   . k_t
+        published  O = LA(Q, c A, V) + LA(Q, K, s V + c P + c^2 V), both at three times it
+
+    where A = LA(Q, K, K), P = LA(Q, K, V) and s_t = k_t . LA(K, Q, Q)_t are strict (of s < t), and
+    c_t = q_t . k_t.
 
     Time O(T D (D + E)), states of D^2 and D E.
 
@@ -201,7 +203,7 @@ def _published_terms(x, kk, qq):
 
 def _per_query_head(x, a):
     """The published form pairs k_t and v_t with the q_t of each query head."""
-    return jnp.repeat(a, x.sizes.H // x.sizes.K, axis=-2)
+    return kernels.repeat_heads(a, x.sizes.H // x.sizes.K)
 
 
 def hla3_step(
@@ -215,8 +217,9 @@ def hla3_step(
 ) -> tuple[OutputStep, HLA3State]:
     """One token of `hla3`, from state to state: O(D^2 + D E) whatever the position.
 
-        masked     S = a S + k k^T    P = a P + k v^T    F = a^3 F + (q S)^T (q P)    o = q F
-        unmasked   also N = a N + q q^T                                              o = ((q S) N) P
+        masked     S = a S + k^T k    P = a P + k^T v    F = a^3 F + (q S)^T (q P)    o = q F
+        unmasked   S, P, N = a N + q^T q    o = ((q S) N) P
+        published  S, P, N and an F as in `hla3`
 
     Args:
       q_t: [*B, H, D].
@@ -265,7 +268,8 @@ def hla3_weights(
       variant: as in `hla3`.
       normalize: whether each row is divided by its sum plus eps.
       eps: added to the row sums.
-      **options: those of `hla3` that concern q and k alone.
+      **options: feature_map, log_decay, scale, mask, segment_ids and precision, with the defaults
+        of `hla3`.
 
     Returns:
       [*B, H, T, T] in float32 (float64 where an input is).
@@ -291,14 +295,14 @@ def hla3_weights(
         inner = x.weights(x.q, x.k, strict=True)
         c_row, d_column = jnp.moveaxis(c, -1, -2)[..., None], jnp.moveaxis(d, -1, -2)[..., None, :]
         w = x.weights(x.q, c[..., None] * a, power=3) + outer * d_column
-        return _fold.finish_weights(w + matmul(outer, c_row * inner), normalize, eps)
+        return _fold.finish_weights(x, w + matmul(outer, c_row * inner), normalize, eps)
     (u, _), _ = x.la(x.q, x.k, Pair(x.k), Pair(kk))
     if variant == "unmasked":
         (t, _), _ = x.la(u, x.q, Pair(x.q), Pair(qq))
         w = x.weights(t, x.k)
     else:
         w = matmul(x.weights(x.q, u, power=3), x.weights(x.q, x.k))
-    return _fold.finish_weights(w, normalize, eps)
+    return _fold.finish_weights(x, w, normalize, eps)
 
 
 def _check(variant) -> None:

@@ -33,7 +33,7 @@ class LinearState(NamedTuple):
     """All that linear attention keeps of the past.
 
     Attributes:
-      kv: P, the sum of k v^T.
+      kv: P, the sum of k^T v.
       k: its mass, the sum of k; None unless normalised.
     """
 
@@ -84,7 +84,7 @@ def linear_attention(
       log_decay: log a_t <= 0, anything that broadcasts to [*B, T, K] ([K]: one constant per kv
         head); -inf resets the state before token t. None: no decay.
       scale: multiplies every affinity q.k.
-      mask: [*B, T], False at padding: such a token adds nothing, decays nothing, and gets output 0.
+      mask: [*B, S], False at padding: such a token adds nothing, decays nothing, and gets output 0.
       segment_ids: [*B, T], integers: the state restarts where the id changes between unmasked
         tokens. The initial state continues the first segment, and the returned state is the last
         segment's.
@@ -150,7 +150,7 @@ def linear_attention_step(
 ) -> tuple[OutputStep, LinearState]:
     """One token of causal `linear_attention`, from state to state: O(D E) whatever the position.
 
-        P = a P + k v^T    m = a m + k    o = q P / (q . m + eps)
+        P = a P + k^T v    m = a m + k    o = q P / (q . m + eps)
 
     Args:
       q_t: [*B, H, D].
@@ -158,8 +158,8 @@ def linear_attention_step(
       v_t: [*B, K, E].
       state: what `linear_attention` or the last step returned, under the same options; None is
         zeros.
-      **options: those of `linear_attention` that mean something for one token; log_decay broadcasts
-        to [*B, K], and mask is [*B].
+      **options: normalize, feature_map, log_decay (broadcasts to [*B, K]), scale, mask ([*B]), eps
+        and precision, with the defaults of `linear_attention`.
 
     Returns:
       The output [*B, H, E] and the next state.
@@ -199,7 +199,8 @@ def linear_attention_weights(
       causal: as in `linear_attention`.
       normalize: whether each row is divided by its sum plus eps.
       eps: added to the row sums.
-      **options: those of `linear_attention` that concern q and k alone.
+      **options: feature_map, log_decay, scale, mask, segment_ids and precision, with the defaults
+        of `linear_attention`.
 
     Returns:
       [*B, H, T, S] in float32 (float64 where an input is).
@@ -218,7 +219,7 @@ def linear_attention_weights(
     options = {"feature_map": feature_maps.elu_plus_one, **options}
     x = _fold.fold_pairs(q, k, causal=causal, **options)
     w = x.weights(x.q, x.k) if causal else _dense(x)
-    return _fold.finish_weights(w, normalize, eps)
+    return _fold.finish_weights(x, w, normalize, eps)
 
 
 def _dense(x: _fold.Folded) -> jax.Array:
