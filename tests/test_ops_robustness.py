@@ -277,3 +277,14 @@ def test_a_state_may_be_carried_in_a_narrow_type():
     state = as_state("linear", {"kv": jnp.zeros((2, 2, 3, 5), jnp.bfloat16)})
     out, _ = operator("linear", initial_state=state)(**inputs)
     assert rms_error(out, operator("linear")(**inputs)[0]) < 1e-2
+
+
+def test_the_form_is_chosen_where_the_code_is_lowered():
+    x = jax.ShapeDtypeStruct((1, 130, 2, 4), jnp.float32)
+    gradient = jax.jit(jax.grad(lambda *x: hla.hla2(*x)[0].sum())).trace(x, x, x)
+    loops = {
+        platform: gradient.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while")
+        for platform in ("cpu", "tpu", "cuda")
+    }
+    # In place the CPU walks over all chunks; elsewhere loops scan the chunks' states alone.
+    assert loops["cpu"] > loops["tpu"] == loops["cuda"] > 0

@@ -51,7 +51,8 @@ def linear(setting: Setting) -> list[Table]:
         functions = {"hla_jax": _outputs(LINEAR)} | rivals.IN_JAX
         calls = {name: _calls(f, arrays) for name, f in functions.items()}
         if devices > 1:
-            calls[ours] = _calls(_outputs(LINEAR), arrays, over_heads=True)
+            operator, placed = _over_all_devices(arrays)
+            calls[ours] = _calls(_outputs(operator), placed)
         for name, operator in rivals.in_torch(setting.native).items():
             calls[name] = rivals.torch_cases(operator, arrays, threads)
         measured = _times(calls, setting)
@@ -203,18 +204,18 @@ def _forward_backward(function: Callable[..., jax.Array]) -> Callable[..., Any]:
     return run
 
 
-def _calls(
-    function: Callable[..., jax.Array], arrays: list[jax.Array], *, over_heads: bool = False
-) -> tuple[Call, Call]:
-    """Returns compiled calls of forward and of forward and backward, one device or all."""
+def _calls(function: Callable[..., jax.Array], arrays: list[jax.Array]) -> tuple[Call, Call]:
+    """Returns compiled calls of forward and of forward and backward."""
     passes = _forward(function), _forward_backward(function)
-    if over_heads:
-        mesh = jax.make_mesh((jax.device_count(),), ("heads",))
-        heads = PartitionSpec(None, None, "heads")
-        arrays = jax.device_put(arrays, jax.NamedSharding(mesh, heads))
-        shard = partial(jax.shard_map, mesh=mesh, in_specs=heads, out_specs=heads)
-        passes = shard(passes[0]), shard(passes[1])
     return partial(jax.jit(passes[0]), *arrays), partial(jax.jit(passes[1]), *arrays)
+
+
+def _over_all_devices(arrays: list[jax.Array]) -> tuple[Callable[..., Any], list[jax.Array]]:
+    """Returns linear attention over every device, and its arguments, each where it is wanted."""
+    mesh = jax.make_mesh((jax.device_count(),), ("heads",))
+    operator = hla.parallel.sharded(LINEAR, mesh, heads="heads")
+    sharding = jax.NamedSharding(mesh, PartitionSpec(None, None, "heads"))
+    return operator, jax.device_put(arrays, sharding)
 
 
 def _times(calls: dict[str, tuple[Call, Call]], setting: Setting) -> dict[str, Pair]:
