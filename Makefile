@@ -10,7 +10,7 @@ WORKERS ?= 2
 ONE_CORE := --xla_cpu_multi_thread_eigen=false
 QUICK := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
 PYTEST = OMP_NUM_THREADS=1 XLA_FLAGS="$(ONE_CORE) $(1) $(XLA_FLAGS)" \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 # $(call find_python,AT_LEAST,CANDIDATES) prints the first that runs, is new enough and can make a
 # virtual environment: a name on PATH may be a shim for a Python that is not there.

@@ -14,6 +14,7 @@ from hla_jax import nn
 from hla_jax.models import TransformerLM, generate, sample
 
 V = 8
+KEY = jax.random.key(0)
 
 
 def make(mixer="hla2", **more):
@@ -158,7 +159,14 @@ def test_wrong_arguments_are_named(no_type_checks):
     for message, options in {
         r"4 \+ 6 tokens, more than the model's max_length=8": dict(max_new_tokens=6, temperature=0),
         "key must be given": dict(max_new_tokens=1),
-        "max_new_tokens must be at least 1": dict(max_new_tokens=0, temperature=0),
+        "max_new_tokens must be an integer at least 1": dict(max_new_tokens=0, temperature=0),
+        "max_new_tokens must be an integer .* got 2.0": dict(max_new_tokens=2.0, temperature=0),
+        r"top_k must be an integer in 1\.\.8, got 1.5": dict(max_new_tokens=1, top_k=1.5, key=KEY),
+        r"top_k must be an integer in 1\.\.8, got 9": dict(max_new_tokens=1, top_k=9, key=KEY),
+        r"stop_token must be .* 0\.\.7, got 8": dict(max_new_tokens=1, stop_token=8, key=KEY),
+        "stop_token must be .* got 'a'": dict(max_new_tokens=1, stop_token="a", key=KEY),
+        "key must be one PRNG key, .* got int32": dict(max_new_tokens=1, key=0),
+        r"key must be one PRNG key, .* \(2,\)": dict(max_new_tokens=1, key=jax.random.split(KEY)),
         "prompt_mask must be bool": dict(prompt_mask=prompt > 9, max_new_tokens=1, temperature=0),
     }.items():
         if "prompt_mask" in options:
@@ -171,3 +179,14 @@ def test_wrong_arguments_are_named(no_type_checks):
         generate(model, prompt[:, :0], max_new_tokens=1, temperature=0)
     with pytest.raises(ValueError, match="tokens must be integers"):
         model(prompt * 1.0)
+    (state,) = model.init_state(1)
+    for wrong, got in [
+        (state, "MixerState"),
+        ((), r"\(\)"),
+        ((state, state), r"\(MixerState, MixerState\)"),
+        ((state.memory,), r"\(KVCache\)"),
+    ]:
+        with pytest.raises(
+            ValueError, match=f"state must be .* tuple of 1 MixerStates, got {got}$"
+        ):
+            model(prompt, wrong)

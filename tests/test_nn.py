@@ -227,21 +227,36 @@ class TestRotary:
     ("arguments", "message"),
     [
         (dict(num_heads=6, num_kv_heads=4), "num_kv_heads must divide num_heads=6, got 4"),
-        (dict(num_heads=5), "num_heads=5 must divide in_features=12"),
+        (dict(num_heads=5), "num_heads=5 must divide in_features=12 .* num_heads, in_features"),
+        (dict(num_heads=0), "num_heads must be at least 1, got 0"),
+        (dict(in_features=0), "in_features must be at least 1, got 0"),
+        (dict(num_kv_heads=0), "num_kv_heads must be at least 1, got 0"),
+        (dict(head_dim=0), "head_dim must be at least 1, got 0"),
+        (dict(value_head_dim=-1), "value_head_dim must be at least 1, got -1"),
         (dict(decay="learnt"), "decay must be 'learned'"),
         (dict(decay=1.5), r"decay must be in \(0, 1\]"),
         (dict(decay=(0.9, 0.9)), "one number or 4"),
+        (dict(variant="third"), "variant must be .* got 'third'"),
+        (dict(implementation="fast"), "implementation must be .* got 'fast'"),
+        (dict(chunk_size=0), "chunk_size must be .* got 0"),
     ],
 )
 def test_a_wrong_option_is_named(arguments, message, no_type_checks):
     with pytest.raises(ValueError, match=message):
-        nn.HLA2(**dict(num_heads=4, in_features=F, rngs=nnx.Rngs(0)) | arguments)
+        nn.HLA3(**dict(num_heads=4, in_features=F, rngs=nnx.Rngs(0)) | arguments)
+
+
+def test_an_unknown_option_is_refused_in_the_layers_name():
+    with pytest.raises(TypeError, match="SoftmaxAttention got unexpected options decay"):
+        make("softmax", decay=0.9)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (dict(x=jnp.zeros((2, 9, 5))), "x must be .* F=12"),
+        (dict(x=jnp.zeros((2, 9, F), int)), "x must be floating, .* got int32"),
+        (dict(x="text"), "x must be an array"),
         (dict(mask=jnp.ones((2, 8), bool)), r"mask must be bool.* \(2, 9\)"),
         (dict(mask=jnp.ones((2, 9), int)), "mask must be bool"),
         (dict(segment_ids=jnp.zeros((2, 9))), "segment_ids must be integer"),
@@ -250,3 +265,31 @@ def test_a_wrong_option_is_named(arguments, message, no_type_checks):
 def test_a_wrong_input_is_named(arguments, message, no_type_checks):
     with pytest.raises(ValueError, match=message):
         make("hla2")(**dict(x=features()) | arguments)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "change", "message"),
+    [
+        ("hla2", lambda state: jnp.ones((2, 9), bool), "state must be None or a MixerState, got"),
+        ("hla2", lambda state: state.memory, "a MixerState, got HLA2State"),
+        ("hla2", tuple, "a MixerState, got tuple"),
+        ("hla2", lambda state: state._replace(position=None), "with a position, got none"),
+        ("hla2", lambda state: make("ahla").init_state(2), "state must be .* got AHLAState"),
+        ("hla2", lambda state: make("hla2").init_state(3), "state must have x's 2 rows"),
+        ("softmax", lambda state: make("hla2").init_state(2), "state must be .* got HLA2State"),
+        (
+            "softmax",
+            lambda state: make("softmax", max_length=9).init_state(2),
+            "state must be .* 9",
+        ),
+    ],
+)
+def test_a_state_of_another_kind_is_refused(mixer, change, message, no_type_checks):
+    layer = make(mixer)
+    with pytest.raises(ValueError, match=message):
+        layer(features(), change(layer.init_state(2)))
+
+
+def test_a_state_with_positions_is_refused_by_a_layer_without(no_type_checks):
+    with pytest.raises(ValueError, match="with no position, got one"):
+        make("hla2", rotary=False)(features(), make("hla2").init_state(2))

@@ -52,6 +52,17 @@ MISTAKES = [  # the argument that the error names, what is passed
     ("chunk_size", {"chunk_size": 0}),
     ("chunk_size", {"chunk_size": 2.5}),
     ("implementation", {"implementation": "fastest"}),
+    ("implementation", {"implementation": "pallas"}),
+    ("log_decay", {"log_decay": 0.9}),
+    ("log_decay", {"log_decay": [-1.0, -1.0, -1.0]}),
+    ("mask", {"mask": "all"}),
+    ("normalize", {"normalize": "yes"}),
+    ("scale", {"scale": [1.0, 2.0]}),
+    ("scale", {"scale": 1j}),
+    ("eps", {"eps": [1.0, 2.0]}),
+    ("feature_map", {"feature_map": (np.exp,) * 3}),
+    ("feature_map", {"feature_map": "exp"}),
+    ("feature_map", {"feature_map": lambda x: x.astype(int)}),
 ]
 
 
@@ -288,3 +299,31 @@ def test_the_form_is_chosen_where_the_code_is_lowered():
     }
     # In place the CPU walks over all chunks; elsewhere loops scan the chunks' states alone.
     assert loops["cpu"] > loops["tpu"] == loops["cuda"] > 0
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_a_step_names_what_is_wrong_with_its_own_arguments(no_type_checks, name):
+    q, k, v = (x[:, 0] for x in RIGHT.values())
+    step = operator(name, "_step")
+    with pytest.raises(ValueError, match=r"\bk_t\b"):
+        step(q, k[..., :2], v, None)
+    with pytest.raises(ValueError, match=r"\bq_t\b"):
+        step(q[0, 0], k, v, None)
+    with pytest.raises(TypeError, match="chunk_size"):
+        step(q, k, v, None, chunk_size=5)
+
+
+def test_padding_may_hold_any_decay():
+    mask = np.arange(6) < 4
+    given = {"log_decay": np.where(mask[:, None], -0.1, 7.0), "mask": np.stack([mask, mask])}
+    out, _ = hla.hla2(*RIGHT.values(), **given)
+    assert np.isfinite(out).all()
+
+
+def test_weights_of_padding_are_zero_whatever_eps():
+    x = np.ones((1, 5, 2, 3), np.float32)
+    mask = np.array([[False, True, True, False, True]])
+    for name in FOUR:
+        w = operator(name, "_weights", normalize=True)(x, x, mask=mask, eps=0.0)
+        assert (w[..., ~mask[0], :] == 0).all()
+        assert (w[..., ~mask[0]] == 0).all()

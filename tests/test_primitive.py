@@ -24,6 +24,7 @@ CASES = all_pairs(
     mass=(False, True),
     decay=(False, True),
     t=(16, 21),
+    chunk=(8, 1),  # of one token, blocks of chunks are full
 )
 
 
@@ -70,7 +71,7 @@ def test_both_forms_and_their_backward_are_the_dense_sums(x64, case):
         x["log_decay"] = -rng.uniform(0, 1, (2, t, kv))
     rule = {"power": case["power"], "strict": case["strict"]}
     forward, backward = FORMS[case["form"]]
-    options = rule | {"chunk_size": 8, "precision": None}
+    options = rule | {"chunk_size": case["chunk"], "precision": None}
 
     def actual(x, cotangents):
         x, from_operands = jax.vjp(operands, x)

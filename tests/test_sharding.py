@@ -13,45 +13,30 @@ import pytest
 COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 NAMES = ("linear", "hla2", "ahla", "hla3")
 
-# One worker measures for all of these tests.
-pytestmark = pytest.mark.xdist_group("sharding")
 
-
-@pytest.fixture(scope="module")
-def measured():
-    """What this file prints, run in a process of its own, where eight devices can be asked for."""
+def measured_apart(name):
+    """What `measure` returns in a process of its own, where eight devices can be asked for."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent)])
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     env["JAX_ENABLE_X64"] = "1"
-    run = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
+    command = [sys.executable, __file__, name]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
-class TestInputsShardedOverBatchAndHeads:
-    def test_need_no_communication_forward_or_backward(self, measured, name, axes):
-        assert measured[name][axes]["collectives"] == []
-
-    def test_leave_outputs_states_and_gradients_sharded(self, measured, name, axes):
-        assert measured[name][axes]["sharded"]
-
-    def test_change_no_value(self, measured, name, axes):
-        assert measured[name][axes]["error"] < 1e-12
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_shard_map_with_its_checks_changes_no_value(measured, name):
-    assert measured[name]["shard_map"] < 1e-12
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
-def test_a_sharded_operator_changes_no_value(measured, name, axes):
-    assert measured[name][axes]["operator"] < 1e-12
+def test_sharding_needs_no_communication_and_changes_no_value(name):
+    measured = measured_apart(name)
+    for axes in ("Auto", "Explicit"):
+        inputs = measured[axes]
+        assert inputs["collectives"] == [], axes
+        assert inputs["results_sharded"], axes
+        assert inputs["error_of_jit"] < 1e-12, axes
+        assert inputs["error_of_sharded"] < 1e-12, axes
+    assert measured["error_of_shard_map"] < 1e-12
 
 
 def measure(name):
@@ -104,8 +89,8 @@ def measure(name):
         rows = jax.jit(partial(sharded_op, **rest))(**inputs)
         measured[axes.name] = {
             "collectives": re.findall(COLLECTIVES, compiled.as_text()),
-            "sharded": all(jax.tree.leaves(sharded)),
-            "error": worst_error(results, expected),
+            "results_sharded": all(jax.tree.leaves(sharded)),
+            "error_of_jit": worst_error(results, expected),
             "operator": worst_error(
                 (rows[0], as_dict(rows[1])), (expected_rows[0], as_dict(expected_rows[1]))
             ),
@@ -120,4 +105,4 @@ def measure(name):
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: measure(name) for name in NAMES}))
+    print(json.dumps(measure(sys.argv[1])))

@@ -17,7 +17,7 @@ from timing import Call, medians, page_faults, peak_bytes
 import hla_jax as hla
 
 H, D, E = 8, 64, 64
-CHUNK = 64  # which the count of useful operations assumes
+CHUNK = 32  # which the count of useful operations assumes
 
 Pair = tuple[float, float]  # of forward, and of forward and backward
 Operator = Callable[..., Any]  # (q, k, v) -> (outputs, state)

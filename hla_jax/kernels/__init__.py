@@ -14,10 +14,6 @@ from hla_jax.kernels._plain import repeat_heads as repeat_heads
 from hla_jax.kernels._plain import weights as weights
 from hla_jax.kernels.xla import Options, chunked
 
-# Longer chunks do more work per token (2 c (D + E) FLOPs), shorter ones run slower products and
-# keep # more states in the backward.
-CHUNK_SIZE = 64
-
 IMPLEMENTATIONS = ("xla", "associative", "serial", "quadratic", "pallas")
 
 
@@ -73,7 +69,6 @@ def _run(x: Operands, *, implementation, chunk_size, **options) -> Results:
     if T == 0:
         z = None if x.m is None else jnp.zeros(x.q.shape[:-1], x.P.dtype)
         return Results(jnp.zeros(x.q.shape[:-1] + x.v.shape[-1:], x.P.dtype), z, x.P, x.m)
-    chunk_size = min(T, chunk_size or CHUNK_SIZE)
     match implementation:
         case None if T == 1:
             return _plain.serial(x, **options)

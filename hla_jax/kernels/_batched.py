@@ -14,6 +14,9 @@ from jax import lax
 from hla_jax.kernels import _chunk
 from hla_jax.kernels._layout import Operands, Results, cast, per_head, per_head_cotangents
 
+# As many tokens as matmul units want rows.
+CHUNK_SIZE = 64
+
 
 def serial_starts(rho, total, first, reverse=False):
     """Returns the state before each chunk and after the last one, by `lax.scan` over the chunks."""
@@ -43,13 +46,15 @@ def associative_starts(rho, total, first):
 
 def forward(x: Operands, *, starts, chunk_size, power, strict, precision) -> Results:
     """Returns outputs and final state; `starts` is one of the two scans above."""
+    chunk_size = _size(chunk_size, x)
 
     @per_head
     def run(x: Operands) -> Results:
         q, k, v, w, log_decay = _into_chunks(chunk_size, x[:5])
         terms = _decay_terms(q, log_decay, power, strict)
         into_state = jax.vmap(partial(_chunk.into_state, precision=precision))
-        output = jax.vmap(partial(_chunk.output, precision=precision))
+        decays = 0 if log_decay is None else power
+        output = jax.vmap(partial(_chunk.output, power=decays, precision=precision))
         (P, m), final = starts(terms.rho, into_state(k, v, w, terms), (x.P, x.m))
         o, z = output(q, k, v, w, terms, P, m)
         return Results(*_out_of_chunks(len(x.q), (o, z)), *final)
@@ -59,6 +64,7 @@ def forward(x: Operands, *, starts, chunk_size, power, strict, precision) -> Res
 
 def backward(x: Operands, ct: Results, *, chunk_size, power, strict, precision) -> Operands:
     """Returns the cotangents of the operands. The chunks' states are computed again, not kept."""
+    chunk_size = _size(chunk_size, x)
 
     @per_head_cotangents
     def run(x: Operands, ct: Results) -> Operands:
@@ -76,6 +82,10 @@ def backward(x: Operands, ct: Results, *, chunk_size, power, strict, precision) 
         return Operands(*_out_of_chunks(len(x.q), d), *first)
 
     return run(cast(x, x.P.dtype), ct)
+
+
+def _size(chunk_size: int | None, x: Operands) -> int:
+    return min(chunk_size or CHUNK_SIZE, x.q.shape[x.token_axis])
 
 
 def _decay_terms(q, log_decay, power, strict):

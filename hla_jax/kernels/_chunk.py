@@ -49,7 +49,9 @@ def forward(x: Operands, *, power, strict, precision) -> Results:
     """Returns outputs and next state of one chunk of one state head."""
     q, k, v, w, log_decay, P, m = x
     terms = decay(log_decay, len(q), power=power, strict=strict, dtype=P.dtype)
-    o, z = output(q, k, v, w, terms, P, m, precision=precision)
+    if log_decay is None:
+        power = 0
+    o, z = output(q, k, v, w, terms, P, m, power=power, precision=precision)
     into = into_state(k, v, w, terms, precision=precision)
     return Results(o, z, *advance(terms.rho, (P, m), into))
 
@@ -87,9 +89,9 @@ def _sums(keys, values, weights, precision):
     return P, None if weights is None else jnp.einsum("sd,s->d", keys, weights, precision=precision)
 
 
-def output(q, k, v, w, terms: Decay, P, m, *, precision):
-    """Returns O [c, g, E] and z [c, g] (None without w)."""
-    A = _decayed(jnp.einsum("tgd,sd->tgs", q, k, precision=precision), terms)
+def output(q, k, v, w, terms: Decay, P, m, *, power, precision):
+    """Returns O [c, g, E] and z [c, g] (None without w); power 0: no decay."""
+    A = _decayed(jnp.einsum("tgd,sd->tgs", q, k, precision=precision), terms, power)
     q = q * terms.b[:, None, None]
     o = jnp.einsum("tgs,se->tge", A, v, precision=precision)
     o += jnp.einsum("tgd,de->tge", q, P, precision=precision)
@@ -108,7 +110,7 @@ def cotangents(q, k, v, w, terms: Decay, P, m, do, dz, L, mu, *, power, precisio
     def dot(spec, *x):
         return jnp.einsum(spec, *x, precision=precision)
 
-    A = _decayed(dot("tgd,sd->tgs", q, k), terms)
+    A = _decayed(dot("tgd,sd->tgs", q, k), terms, power)
     X = dot("tge,se->tgs", do, v)
     start = dot("tge,de->tgd", do, P)
     end = dot("se,de->sd", v, L)
@@ -120,7 +122,7 @@ def cotangents(q, k, v, w, terms: Decay, P, m, do, dz, L, mu, *, power, precisio
         start += dz[..., None] * m
         end += w[:, None] * mu
         dw = dot("tgs,tg->s", A, dz) + dot("sd,d->s", k_end, mu)
-    H = _decayed(X, terms)
+    H = _decayed(X, terms, power)
     start *= terms.b[:, None, None]
     end *= terms.e[:, None]
     dq = dot("tgs,sd->tgd", H, k) + start
@@ -151,9 +153,9 @@ def _crossing(inside, entering, leaving, through):
     return pairs + ends + through
 
 
-def _decayed(A, terms: Decay):
-    """Returns A . D for A [c, g, c]."""
-    return _product("tgs,ts->tgs", A, terms.D)
+def _decayed(A, terms: Decay, power: int):
+    """Returns A * D for A [c, g, c]."""
+    return _product("tgs,ts->tgs", A, terms.D) if power else A * terms.D[:, None]
 
 
 def _product(spec, *operands):

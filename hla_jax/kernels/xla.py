@@ -17,7 +17,7 @@ from hla_jax.kernels._layout import Operands, Results
 class Options(NamedTuple):
     """What is static."""
 
-    chunk_size: int
+    chunk_size: int | None
     power: int
     strict: bool
     precision: lax.PrecisionLike

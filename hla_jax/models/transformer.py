@@ -179,10 +179,12 @@ class TransformerLM(nnx.Module):
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers, [B, T], got {tokens.dtype} {tokens.shape}")
-        if state is not None and len(state) != len(self.blocks):
-            raise ValueError(
-                f"state must be a state for each of {len(self.blocks)} blocks, got {len(state)}"
-            )
+        if state is not None:
+            N, got = len(self.blocks), type(state).__name__
+            if type(state) is tuple:
+                got = f"({', '.join(type(s).__name__ for s in state)})"
+            if got != f"({', '.join(['MixerState'] * N)})":
+                raise ValueError(f"state must be None or a tuple of {N} MixerStates, got {got}")
         if mask is not None:
             mask = checked("mask", mask, tokens.shape, jnp.bool_)
             tokens = jnp.where(mask, tokens, 0)

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from hla_jax._check import checked_or_none
+from hla_jax._check import array, checked_or_none
 from hla_jax._segments import segment_starts
 from hla_jax._types import Array, Mask, SegmentIds
 from hla_jax.nn.rotary import rotary
@@ -78,8 +78,8 @@ class Mixer(nnx.Module):
       rngs: the source of the initial parameters.
 
     Raises:
-      ValueError: num_kv_heads does not divide num_heads, or num_heads in_features where head_dim is
-        None.
+      ValueError: a size is not positive, num_kv_heads does not divide num_heads, or num_heads not
+        in_features where head_dim is None.
     """
 
     def __init__(
@@ -97,13 +97,27 @@ class Mixer(nnx.Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
+        **unknown: Any,
     ):
+        if unknown:  # said here, where the layer's own name is known
+            raise TypeError(f"{type(self).__name__} got unexpected options {', '.join(unknown)}")
+        sizes = dict(
+            num_heads=num_heads,
+            in_features=in_features,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+        )
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
         H, K = num_heads, num_heads if num_kv_heads is None else num_kv_heads
-        if H < 1 or K < 1 or H % K:
+        if H % K:
             raise ValueError(f"num_kv_heads must divide num_heads={H}, got {K}")
         if head_dim is None and in_features % H:
             raise ValueError(
-                f"num_heads={H} must divide in_features={in_features} where head_dim is None"
+                f"num_heads={H} must divide in_features={in_features} where head_dim is None; "
+                "the first two arguments are num_heads, in_features"
             )
         D = in_features // H if head_dim is None else head_dim
         E = D if value_head_dim is None else value_head_dim
@@ -154,9 +168,10 @@ class Mixer(nnx.Module):
           The mixed features [B, T, F], and the state after the last token.
 
         Raises:
-          ValueError: an argument has a wrong shape or dtype; the message names it.
+          ValueError: an argument has a wrong shape or dtype, or state is not this layer's; the
+            message names it.
         """
-        x = jnp.asarray(x)
+        x = array("x", x)
         self._check(x, state)
         mask = checked_or_none("mask", mask, x.shape[:2], jnp.bool_)
         segment_ids = checked_or_none("segment_ids", segment_ids, x.shape[:2], jnp.integer)
@@ -205,8 +220,16 @@ class Mixer(nnx.Module):
         return q, k, v
 
     def _check(self, x: jax.Array, state: MixerState | None) -> None:
-        if x.ndim != 3 or x.shape[-1] != self.in_features:
-            raise ValueError(f"x must be [B, T, F] with F={self.in_features}, got {x.shape}")
+        F = self.in_features
+        if x.ndim != 3 or x.shape[-1] != F or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"x must be floating, [B, T, F] with F={F}, got {x.dtype} {x.shape}")
+        if state is None:
+            return
+        if not isinstance(state, MixerState):
+            raise ValueError(f"state must be None or a MixerState, got {type(state).__name__}")
+        if (state.position is not None) != self.uses_positions:
+            wanted, got = ("a position", "none") if self.uses_positions else ("no position", "one")
+            raise ValueError(f"state must be None or a MixerState with {wanted}, got {got}")
         rows = {jnp.shape(a)[:1] for a in jax.tree.leaves(state)}
         if rows - {x.shape[:1]}:
             shapes = jax.tree.map(jnp.shape, state)

@@ -27,16 +27,24 @@ class RecurrentOptions(MixerOptions, total=False):
 
 
 class Recurrent(Mixer):
-    """A layer around an operator that has a step: the shared part of the layers below.
+    """A layer around an operator with a state: the shared part of the layers below.
 
-    A subclass names its `operator` and `operator_step`, as static methods, and passes their options
-    on as `operator_options`. Every affinity is multiplied by D^(-1/2). The decay is learned by
-    default, for without one the states grow with the number of tokens.
+    A subclass names its `operator`, as a static method, and passes the operator's own options on as
+    `operator_options`. Every affinity is multiplied by D^(-1/2), the operator's `scale`. The decay
+    is learned by default, for without one the states grow with the number of tokens.
+
+    The operator is called as those of `hla_jax` are, for a single token too:
+
+        out, state = operator(q, k, v, *, log_decay=None, mask=None, segment_ids=None,
+            initial_state=None, scale, precision, chunk_size, implementation, **operator_options)
+
+    with q [B, T, H, D], k [B, T, K, D], v [B, T, K, E], log_decay [K] or [B, T, K], mask and
+    segment_ids [B, T], and out [B, T, H, E]; a state is a pytree of arrays with leading axis B.
 
     Args:
       num_heads: see `Mixer`.
       in_features: see `Mixer`.
-      operator_options: what this layer passes to its operator, and to the operator's step.
+      operator_options: what this layer passes to its operator.
       decay: how much of the state each token leaves, in (0, 1]. "learned": exp(-softplus(w . x +
         b)), per token and kv head; at first the heads forget over 2 to 512 tokens. A number, or
         one per kv head: that much. None: all of it.
@@ -44,21 +52,21 @@ class Recurrent(Mixer):
       chunk_size: the operator's.
       precision: the operator's.
       rngs: see `Mixer`.
-      **options: see `Mixer`.
+      **options: num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base,
+        dtype and param_dtype, see `Mixer`.
 
     Raises:
       ValueError: an option does not fit.
     """
 
     operator: ClassVar[Callable[..., Any]]
-    operator_step: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
         num_heads: int,
         in_features: int,
         *,
-        operator_options: dict[str, Any],
+        operator_options: dict[str, Any] | None = None,
         decay: Decay = "learned",
         implementation: str | None = None,
         chunk_size: int | None = None,
@@ -67,21 +75,19 @@ class Recurrent(Mixer):
         **options: Unpack[MixerOptions],
     ):
         super().__init__(num_heads, in_features, rngs=rngs, **options)
-        # Tuples of pairs rather than dicts: a layer's static part must be hashable.
-        self.step_options = (
-            *operator_options.items(),
+        # A tuple of pairs rather than a dict: a layer's static part must be hashable.
+        self.operator_options = (
+            *(operator_options or {}).items(),
             ("scale", self.head_dim**-0.5),
             ("precision", precision),
-        )
-        self.whole_options = (
-            *self.step_options,
-            ("implementation", implementation),
             ("chunk_size", chunk_size),
         )
+        self.implementation = implementation
         if isinstance(decay, str) and decay != "learned":
             raise ValueError(f"decay must be 'learned', numbers in (0, 1] or None, got {decay!r}")
         self.decay = _decay_logits(self, rngs) if isinstance(decay, str) else None
         self.log_decay = None if isinstance(decay, str) else _logs(decay, self.num_kv_heads)
+        self._init_memory(1)  # so that the operator refuses a wrong option here, not in a call
 
     def _mix(
         self, x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, memory: Any, tokens: Tokens
@@ -89,15 +95,6 @@ class Recurrent(Mixer):
         log_decay = None if self.log_decay is None else jnp.asarray(self.log_decay, jnp.float32)
         if self.decay is not None:
             log_decay = -jax.nn.softplus(self.decay(x))
-        if x.shape[1] == 1 and memory is not None:  # a single token continues its segment
-            token = [a[:, 0] for a in (q, k, v)]
-            if log_decay is not None and log_decay.ndim == 3:
-                log_decay = log_decay[:, 0]
-            mask = None if tokens.mask is None else tokens.mask[:, 0]
-            o, memory = type(self).operator_step(
-                *token, memory, log_decay=log_decay, mask=mask, **dict(self.step_options)
-            )
-            return o[:, None], memory
         return type(self).operator(
             q,
             k,
@@ -106,20 +103,23 @@ class Recurrent(Mixer):
             mask=tokens.mask,
             segment_ids=tokens.segment_ids,
             initial_state=memory,
-            **dict(self.whole_options),
+            implementation=self.implementation if x.shape[1] > 1 else None,
+            **dict(self.operator_options),
         )
 
     def _init_memory(self, batch_size: int) -> Any:
         H, K, D, E = self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
         dtype = self.dtype or self.param_dtype
 
-        def run() -> Any:
-            q, k, v = (
-                jnp.zeros((batch_size, 0, *heads), dtype) for heads in ((H, D), (K, D), (K, E))
-            )
-            return type(self).operator(q, k, v, **dict(self.whole_options))[1]
+        def run(*token: jax.Array) -> Any:
+            options = dict(self.operator_options)
+            return type(self).operator(*token, implementation=self.implementation, **options)[1]
 
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run))
+        token = (
+            jax.ShapeDtypeStruct((batch_size, 1, *heads), dtype)
+            for heads in ((H, D), (K, D), (K, E))
+        )
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run, *token))
 
 
 def _logs(decay: float | Sequence[float] | None, num_kv_heads: int) -> tuple[float, ...] | None:
@@ -156,10 +156,13 @@ class LinearAttention(Recurrent):
     Args:
       num_heads: see `Mixer`.
       in_features: see `Mixer`.
-      feature_map: phi, see `hla_jax.linear_attention`; applied after rotary positions.
+      feature_map: phi, by default `hla_jax.feature_maps.elu_plus_one`, else what
+        `hla_jax.linear_attention` takes; applied after rotary positions.
       normalize: whether to divide by the sum of the affinities.
       rngs: see `Mixer`.
-      **options: see `Recurrent` and `Mixer`.
+      **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
+        head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype,
+        see `Mixer`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -171,7 +174,6 @@ class LinearAttention(Recurrent):
     """
 
     operator = staticmethod(ops.linear_attention)
-    operator_step = staticmethod(ops.linear_attention_step)
 
     def __init__(
         self,
@@ -200,7 +202,9 @@ class HLA2(Recurrent):
       feature_map: see `hla_jax.hla2`.
       normalize: see `hla_jax.hla2`; wants a positive feature map.
       rngs: see `Mixer`.
-      **options: see `Recurrent` and `Mixer`.
+      **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
+        head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype,
+        see `Mixer`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -213,7 +217,6 @@ class HLA2(Recurrent):
     """
 
     operator = staticmethod(ops.hla2)
-    operator_step = staticmethod(ops.hla2_step)
 
     def __init__(
         self,
@@ -242,7 +245,9 @@ class AHLA(Recurrent):
       feature_map: see `hla_jax.ahla`.
       normalize: see `hla_jax.ahla`; wants a positive feature map.
       rngs: see `Mixer`.
-      **options: see `Recurrent` and `Mixer`.
+      **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
+        head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype,
+        see `Mixer`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -254,7 +259,6 @@ class AHLA(Recurrent):
     """
 
     operator = staticmethod(ops.ahla)
-    operator_step = staticmethod(ops.ahla_step)
 
     def __init__(
         self,
@@ -283,7 +287,9 @@ class HLA3(Recurrent):
       feature_map: see `hla_jax.hla3`.
       normalize: see `hla_jax.hla3`; wants a positive feature map.
       rngs: see `Mixer`.
-      **options: see `Recurrent` and `Mixer`.
+      **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
+        head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype,
+        see `Mixer`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -295,7 +301,6 @@ class HLA3(Recurrent):
     """
 
     operator = staticmethod(ops.hla3)
-    operator_step = staticmethod(ops.hla3_step)
 
     def __init__(
         self,

@@ -39,7 +39,8 @@ class SoftmaxAttention(Mixer):
       in_features: see `Mixer`.
       max_length: M, how many unmasked tokens a segment may have.
       rngs: see `Mixer`.
-      **options: see `Mixer`; output_norm is off by default.
+      **options: num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base,
+        dtype and param_dtype, see `Mixer`; output_norm is off by default.
 
     Raises:
       ValueError: an option does not fit, or (from calls) a position is past max_length.
@@ -86,7 +87,7 @@ class SoftmaxAttention(Mixer):
     ) -> tuple[jax.Array, KVCache]:
         mask, segment_ids, positions = tokens
         self._check_length(tokens)
-        old = self._init_memory(len(x), k.dtype) if memory is None else memory
+        old = self._init_memory(len(x), k.dtype) if memory is None else self._checked(memory)
         number = None if segment_ids is None else segment_numbers(segment_ids, mask)
         cache = self._write(old, k, v, tokens, number)
 
@@ -120,6 +121,16 @@ class SoftmaxAttention(Mixer):
         return KVCache(
             jnp.zeros((*rows, self.head_dim), dtype), jnp.zeros((*rows, self.value_head_dim), dtype)
         )
+
+    def _checked(self, memory: KVCache) -> KVCache:
+        slots, K = self.max_length, self.num_kv_heads
+        wanted = [(slots, K, self.head_dim), (slots, K, self.value_head_dim)]
+        if not isinstance(memory, KVCache) or [jnp.shape(a)[1:] for a in memory] != wanted:
+            raise ValueError(
+                "state must be None or a MixerState of this layer, its memory a KVCache of "
+                f"{wanted[0]} and {wanted[1]} a row, got {jax.tree.map(jnp.shape, memory)}"
+            )
+        return memory
 
     def _write(
         self,

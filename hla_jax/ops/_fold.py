@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from hla_jax import kernels
@@ -92,7 +93,9 @@ def fold(
     causal: bool = True,
 ) -> Folded:
     """Checks the arguments and folds all that is not algebra into plain arrays."""
-    q, k, v = _checked_tokens(q, k, v, tokens="T" if causal else "S")
+    maps = _pair(feature_map)
+    tokens = "T" if causal else "S"
+    q, k, v = _checked_tokens(q, k, v, tokens=tokens, one_width=maps[0] is maps[1])
     *batch, S, K, _ = k.shape
     if q.shape[: len(batch)] != tuple(batch):
         raise ValueError(f"k must have q's batch axes {q.shape[:-3]}, got shape {k.shape}")
@@ -105,9 +108,6 @@ def fold(
     check_flag("normalize", normalize)
     if chunk_size is not None and not (type(chunk_size) is int and chunk_size >= 1):
         raise ValueError(f"chunk_size must be None or an int >= 1, got {chunk_size!r}")
-    maps = feature_map if isinstance(feature_map, tuple) else (feature_map, feature_map)
-    if len(maps) != 2 or not all(f is None or callable(f) for f in maps):
-        raise ValueError(f"feature_map must be None, a callable or a pair, got {feature_map!r}")
 
     dtype = jnp.dtype(jnp.float32)
     arrays = [x for x in (q, k, v, *jax.tree.leaves(initial_state)) if hasattr(x, "dtype")]
@@ -118,7 +118,7 @@ def fold(
     k = _features("k", maps[1], k, mask)
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"k must have q's width D, after feature_map too, got {k.shape[-1]} and {q.shape[-1]}"
+            f"feature_map must give q and k one width, got {q.shape[-1]} and {k.shape[-1]}"
         )
     if not (isinstance(scale, int | float) and scale == 1):
         q = q.astype(dtype) * jnp.asarray(scale, dtype)
@@ -234,40 +234,61 @@ class WeightOptions(TypedDict, total=False):
     precision: lax.PrecisionLike
 
 
-def step(op: Callable, q_t, k_t, v_t, state, *, log_decay=None, mask=None, **options):
-    """Runs an operator on one token: [*B, heads, width], log_decay [*B, K], mask [*B]."""
-    q_t, k_t, v_t = _checked_tokens(q_t, k_t, v_t, tokens="", suffix="_t")
-    if log_decay is not None:
-        log_decay = jnp.expand_dims(jnp.atleast_1d(array("log_decay", log_decay)), -2)
-    if mask is not None:
-        mask = jnp.expand_dims(array("mask", mask), -1)
-    out, state = op(
-        jnp.expand_dims(q_t, -3),
-        jnp.expand_dims(k_t, -3),
-        jnp.expand_dims(v_t, -3),
-        log_decay=log_decay,
-        mask=mask,
-        initial_state=state,
-        implementation="serial",
-        **options,
-    )
+def step(
+    op: Callable, q_t, k_t, v_t, state, options: StepOptions, **own: Any
+) -> tuple[jax.Array, Any]:
+    """Runs an operator on one token: [*B, heads, width], log_decay [*B, K], mask [*B].
+
+    `own` are the options that this operator alone has.
+    """
+    for name in options.keys() - StepOptions.__annotations__.keys():
+        raise TypeError(
+            f"{op.__name__}_step got an unexpected option {name!r}, "
+            f"it takes {', '.join([*own, *StepOptions.__annotations__])}"
+        )
+    maps = _pair(options.get("feature_map"))
+    one_width = maps[0] is maps[1]
+    q_t, k_t, v_t = _checked_tokens(q_t, k_t, v_t, tokens="", suffix="_t", one_width=one_width)
+    rest: dict[str, Any] = {**options}
+    if rest.get("log_decay") is not None:
+        log_decay = jnp.atleast_1d(array("log_decay", rest["log_decay"]))
+        rest["log_decay"] = jnp.expand_dims(log_decay, -2)
+    if rest.get("mask") is not None:
+        rest["mask"] = jnp.expand_dims(array("mask", rest["mask"]), -1)
+    q, k, v = (jnp.expand_dims(x, -3) for x in (q_t, k_t, v_t))
+    out, state = op(q, k, v, initial_state=state, implementation="serial", **own, **rest)
     return jnp.squeeze(out, -3), state
 
 
 def _folded_decay(log_decay, segment_ids, mask, shape, dtype):
     if log_decay is not None:
-        log_decay = checked("log_decay", log_decay, None, jnp.floating)
+        given, log_decay = log_decay, checked("log_decay", log_decay, None, jnp.floating)
         try:
             log_decay = jnp.broadcast_to(log_decay.astype(dtype), shape)
         except ValueError:
             raise ValueError(
                 f"log_decay must broadcast to [*B, T, K] = {shape}, got {jnp.shape(log_decay)}"
             ) from None
+        _refuse_positive(given, mask, shape)
         log_decay = _where(mask, log_decay, width_axes=1)
     if segment_ids is None:
         return log_decay
     starts = segment_starts(segment_ids, mask)[..., None]
     return jnp.where(starts, -jnp.inf, jnp.zeros(shape, dtype) if log_decay is None else log_decay)
+
+
+def _refuse_positive(log_decay, mask, shape) -> None:
+    """Raises where the decay was given in place of its log, as far as the values are known."""
+    if isinstance(log_decay, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
+        return
+    known = np.broadcast_to(np.asarray(log_decay), shape)
+    if mask is not None:
+        known = known[np.asarray(mask)]
+    if (known > 0).any():
+        raise ValueError(
+            "log_decay must be at most 0 (it is the log of the decay: jnp.log(0.9), not 0.9), "
+            f"got {known.max()}"
+        )
 
 
 def _features(name, feature_map, x, mask):
@@ -289,10 +310,19 @@ def _where(mask, x, width_axes: int = 2):
     return jnp.where(mask.reshape(mask.shape + (1,) * width_axes), x, jnp.zeros((), x.dtype))
 
 
-def _checked_tokens(q, k, v, *, tokens: str, suffix: str = ""):
+def _pair(feature_map: FeatureMaps) -> tuple:
+    """Returns the feature map of q and that of k."""
+    maps = feature_map if isinstance(feature_map, tuple) else (feature_map, feature_map)
+    if len(maps) != 2 or not all(f is None or callable(f) for f in maps):
+        raise ValueError(f"feature_map must be None, a callable or a pair, got {feature_map!r}")
+    return maps
+
+
+def _checked_tokens(q, k, v, *, tokens: str, one_width: bool, suffix: str = ""):
     """Returns q, k and v as arrays that fit together.
 
-    `tokens` is "T" where q and k share the token axis, "S" where k has its own, "" without one.
+    `tokens` is "T" where q and k share the token axis, "S" where k has its own, "" without one;
+    `one_width` says that q and k have the same feature map.
     """
     before = {"T": "*B, T, ", "S": "*B, S, ", "": "*B, "}[tokens]
     ndim = 3 if tokens else 2
@@ -311,6 +341,10 @@ def _checked_tokens(q, k, v, *, tokens: str, suffix: str = ""):
     if tokens != "S" and q.shape[:-2] != k.shape[:-2]:
         raise ValueError(
             f"{names[1]} must have {names[0]}'s axes {q.shape[:-2]} before K, got shape {k.shape}"
+        )
+    if one_width and q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"{names[1]} must have {names[0]}'s width {q.shape[-1]}, got {k.shape[-1]}"
         )
     H, K = q.shape[-2], k.shape[-2]
     if K == 0 or H % K:

@@ -175,7 +175,7 @@ def ahla_step(
       >>> out.shape
       (1, 2, 4)
     """
-    return _fold.step(ahla, q_t, k_t, v_t, state, **options)
+    return _fold.step(ahla, q_t, k_t, v_t, state, options)
 
 
 def ahla_weights(

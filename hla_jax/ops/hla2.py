@@ -202,7 +202,7 @@ def hla2_step(
       >>> out.shape
       (1, 2, 4)
     """
-    return _fold.step(hla2, q_t, k_t, v_t, state, masked=masked, ridge=ridge, **options)
+    return _fold.step(hla2, q_t, k_t, v_t, state, options, masked=masked, ridge=ridge)
 
 
 def hla2_weights(

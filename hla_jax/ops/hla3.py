@@ -244,7 +244,7 @@ def hla3_step(
       >>> out.shape
       (1, 2, 4)
     """
-    return _fold.step(hla3, q_t, k_t, v_t, state, variant=variant, **options)
+    return _fold.step(hla3, q_t, k_t, v_t, state, options, variant=variant)
 
 
 def hla3_weights(

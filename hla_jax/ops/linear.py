@@ -175,7 +175,7 @@ def linear_attention_step(
       >>> out.shape
       (1, 2, 4)
     """
-    return _fold.step(linear_attention, q_t, k_t, v_t, state, **options)
+    return _fold.step(linear_attention, q_t, k_t, v_t, state, options)
 
 
 def linear_attention_weights(
