@@ -309,8 +309,8 @@ def test_a_step_names_what_is_wrong_with_its_own_arguments(no_type_checks, name)
         step(q, k[..., :2], v, None)
     with pytest.raises(ValueError, match=r"\bq_t\b"):
         step(q[0, 0], k, v, None)
-    with pytest.raises(TypeError, match="chunk_size"):
-        step(q, k, v, None, chunk_size=5)
+    with pytest.raises(TypeError, match="segment_ids"):
+        step(q, k, v, None, segment_ids=np.zeros((2, 1), int))
 
 
 def test_padding_may_hold_any_decay():

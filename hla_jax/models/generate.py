@@ -158,7 +158,7 @@ def sample(
 def _integer(name: str, x: Any, low: int, high: int | None = None) -> int:
     """Returns x as a Python integer if it is one, known while tracing, from low to high."""
     try:
-        n = operator.index(x)
+        n: int | None = operator.index(x)
     except TypeError:
         n = None
     if n is None or n < low or (high is not None and n > high):
@@ -168,8 +168,8 @@ def _integer(name: str, x: Any, low: int, high: int | None = None) -> int:
 
 
 def _checked_key(key: Any) -> jax.Array:
-    key = array("key", key)
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    key = key if typed else array("key", key)
     if key.ndim != (0 if typed else 1) or not (typed or key.dtype == jnp.uint32):
         raise ValueError(
             f"key must be one PRNG key, as from jax.random.key(0), got {key.dtype} of shape "

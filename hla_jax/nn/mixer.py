@@ -101,7 +101,7 @@ class Mixer(nnx.Module):
     ):
         if unknown:  # said here, where the layer's own name is known
             raise TypeError(f"{type(self).__name__} got unexpected options {', '.join(unknown)}")
-        sizes = dict(
+        sizes: dict[str, int | None] = dict(
             num_heads=num_heads,
             in_features=in_features,
             num_kv_heads=num_kv_heads,

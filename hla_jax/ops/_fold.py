@@ -221,6 +221,7 @@ class StepOptions(TypedDict, total=False):
     mask: MaskStep | None
     eps: Number
     precision: lax.PrecisionLike
+    chunk_size: int | None  # of no meaning here, and ignored
 
 
 class WeightOptions(TypedDict, total=False):
