@@ -159,7 +159,8 @@ def test_gradients_map_over_any_argument(x64, argument):
     in_axes = ({n: axes[n] for n in inputs}, {n: axes[n] for n in others})
     actual = jax.jit(jax.vmap(fn, in_axes))(*changed(versions))
     one = jax.jit(fn)
-    expected = [one(*changed(jax.tree.map(lambda x: x[i], versions))) for i in range(2)]  # noqa: B023
+    rows = [jax.tree.map(lambda x, i=i: x[i], versions) for i in range(2)]
+    expected = [one(*changed(row)) for row in rows]
     assert worst_error(actual, jax.tree.map(lambda *x: np.stack(x), *expected)) < 1e-12
 
 

@@ -82,7 +82,7 @@ def weights(
     strict: bool = False,
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "*B H T T"]:
-    """Returns D . (Q K^T), the dense weights of the primitive, of every query head."""
+    """Returns D * (Q K^T), the dense weights of the primitive, of every query head."""
     w = jnp.tril(affinities(q, k, precision=precision), -1 if strict else 0)
     if log_decay is None:
         return w

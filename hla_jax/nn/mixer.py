@@ -202,9 +202,11 @@ class Mixer(nnx.Module):
     def _mix(
         self, x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, memory: Any, tokens: Tokens
     ) -> tuple[jax.Array, Any]:
+        # A subclass mixes the tokens here: heads [B, T, H, E], and what to remember of them.
         raise NotImplementedError
 
     def _init_memory(self, batch_size: int) -> Any:
+        # A subclass returns here what it remembers before the first token.
         raise NotImplementedError
 
     def _project(

@@ -64,7 +64,7 @@ class Folded(NamedTuple):
         return Pair(y.o, y.z), Pair(y.P, y.m)
 
     def weights(self, q, k, *, power: int = 1, strict: bool = False):
-        """D^power . (Q K^T) as a dense array [*B, H, T, T]."""
+        """D^power * (Q K^T) as a dense array [*B, H, T, T]."""
         return kernels.weights(
             q.astype(self.dtype),
             k.astype(self.dtype),
