@@ -36,7 +36,9 @@ def test_sharding_needs_no_communication_and_changes_no_value(name):
         assert inputs["results_sharded"], axes
         assert inputs["error_of_jit"] < 1e-12, axes
         assert inputs["error_of_sharded"] < 1e-12, axes
+        assert not inputs["kernels_for_tpus"], axes  # which the compiler could not partition
     assert measured["error_of_shard_map"] < 1e-12
+    assert measured["kernels_for_tpus_in_shard_map"]
 
 
 def measure(name):
@@ -70,6 +72,12 @@ def measure(name):
     cotangent_specs = tokens, dict.fromkeys(cotangents[1], state)
     in_specs = dict.fromkeys(inputs, tokens), cotangent_specs
     out_specs = cotangent_specs, dict.fromkeys(inputs, tokens)
+    float32 = partial(jax.tree.map, np.float32)  # what TPUs have
+
+    def has_kernels(function, *arguments):
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",))
+        return "tpu_custom_call" in lowered.as_text()
+
     measured = {}
     for axes in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(axes,) * 2)
@@ -86,11 +94,19 @@ def measure(name):
         measured[axes.name] = {
             "collectives": re.findall(COLLECTIVES, compiled.as_text()),
             "results_sharded": all(jax.tree.leaves(sharded)),
+            "kernels_for_tpus": has_kernels(
+                run, *jax.device_put(float32((inputs, cotangents)), shardings)
+            ),
             "error_of_jit": worst_error(results, expected),
             "error_of_sharded": worst_error(rows, expected_rows),
         }
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
-    return measured | {"error_of_shard_map": worst_error(mapped(*arguments), expected)}
+    return measured | {
+        "error_of_shard_map": worst_error(mapped(*arguments), expected),
+        "kernels_for_tpus_in_shard_map": has_kernels(
+            mapped, *jax.device_put(float32((inputs, cotangents)), shardings)
+        ),
+    }
 
 
 if __name__ == "__main__":

@@ -7,12 +7,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hla_jax.kernels import _batched, _plain
-from hla_jax.kernels._layout import Operands, Results, vary_like
+from hla_jax.kernels import _batched, _dispatch, _plain
+from hla_jax.kernels._dispatch import Options
+from hla_jax.kernels._layout import (
+    Cascade,
+    CascadeResults,
+    Operands,
+    Results,
+    as_cascade,
+    vary_like,
+)
 from hla_jax.kernels._plain import affinities as affinities
 from hla_jax.kernels._plain import repeat_heads as repeat_heads
 from hla_jax.kernels._plain import weights as weights
-from hla_jax.kernels.xla import Options, chunked
 
 IMPLEMENTATIONS = ("xla", "associative", "serial", "quadratic", "pallas")
 
@@ -31,6 +38,7 @@ def causal_linear(
     implementation: str | None = None,
     chunk_size: int | None = None,
     precision: lax.PrecisionLike = None,
+    out_dtype: jnp.dtype | None = None,
 ) -> Results:
     """Returns o_t = sum_{s <= t} w(t, s) (q_t . k_s) v_s + b_t q_t P and the final state.
 
@@ -38,62 +46,107 @@ def causal_linear(
     is given (with `m`), the row mass z, the same sum over `w` in place of `v`, comes from the same
     pass. `strict` sums over s < t. Heads: N, the larger of Hk and Hv, states; Hk and Hv are N or K.
 
-    The arithmetic is in P's dtype, and so are the results.
+    The arithmetic is in P's dtype, and so are the results; o is in `out_dtype` where given.
     """
-    run = partial(
-        _run,
-        implementation=implementation,
-        chunk_size=chunk_size,
-        power=power,
-        strict=strict,
-        precision=precision,
-    )
-    x = Operands(q, k, v, w, log_decay, P, m)
-    specs = _explicit_specs(x)
+    options = Options(implementation, chunk_size, power, strict, precision, out_dtype)
+    return _sharded(Operands(q, k, v, w, log_decay, P, m), options)
+
+
+def causal_cascade(
+    q: Float[Array, "*B T H D"],
+    k: Float[Array, "*B T K D"],
+    v: Float[Array, "*B T K E"],
+    w: Float[Array, "*B T K"] | None,
+    log_decay: Float[Array, "*B T K"] | None,
+    S: Float[Array, "*B K D D"] | None,
+    P: Float[Array, "*B K D E"] | None,
+    m: Float[Array, "*B K D"] | None,
+    F: Float[Array, "*B H D E"],
+    f: Float[Array, "*B H D"] | None,
+    *,
+    power: int,
+    implementation: str | None = None,
+    chunk_size: int | None = None,
+    precision: lax.PrecisionLike = None,
+    out_dtype: jnp.dtype | None = None,
+) -> CascadeResults:
+    """Two levels of `causal_linear`, in one kernel where there is one for the device.
+
+    U = LA(Q, K, K; S) where S is given, else K
+    [R, r] = LA(Q, K, [V, w]; P, m) where P is given, else [V, w]
+    O, z = LA_power(Q, U, [R, r]; F, f)
+    """
+    options = Options(implementation, chunk_size, power, False, precision, out_dtype)
+    x = Cascade(q, k, v, w, log_decay, S, P, m, F, f)
+    if q.shape[x.token_axis] and not _has_explicit_axes(x) and _dispatch.serves(x, options):
+        return _dispatch.fused(_varying(x), options, _stages)
+    return _stages(x, options)
+
+
+def _stages(x: Cascade, options: Options) -> CascadeResults:
+    """The definition of a cascade: one level after the other."""
+    first, S, P, m = options._replace(power=1, out_dtype=None), None, None, None
+    u, r, r_mass = x.k, x.v, x.w
+    if x.S is not None:
+        u, _, S, _ = _sharded(Operands(x.q, x.k, x.k, None, x.log_decay, x.S, None), first)
+    if x.P is not None:
+        r, r_mass, P, m = _sharded(Operands(*x[:5], x.P, x.m), first)
+    o, z, F, f = _sharded(Operands(x.q, u, r, r_mass, x.log_decay, x.F, x.f), options)
+    return CascadeResults(o, z, S, P, m, F, f)
+
+
+def _sharded(x: Operands, options: Options) -> Results:
+    """The primitive, also on explicit mesh axes: there the compiler is left to shard the inside."""
+    run, specs = partial(_linear, options=options), _explicit_specs(x)
     if specs is None:
         return run(x)
-    with jax.sharding.use_abstract_mesh(jax.typeof(q).sharding.mesh):
+    with jax.sharding.use_abstract_mesh(jax.typeof(x.q).sharding.mesh):
         return jax.sharding.auto_axes(run, out_sharding=specs)(x)
 
 
-def _run(x: Operands, *, implementation, chunk_size, **options) -> Results:
-    if jax.sharding.get_abstract_mesh().manual_axes:  # inside shard_map
-        squares = x.v is x.k
-        x = vary_like(x, x)
-        x = x._replace(v=x.k) if squares else x
-    if implementation == "pallas":
-        raise ValueError(
-            'implementation="pallas" has no kernel yet, "xla" computes the same numbers'
-        )
+def _linear(x: Operands, options: Options) -> Results:
+    x = _varying(x)
     T = x.q.shape[x.token_axis]
     if T == 0:
         z = None if x.m is None else jnp.zeros(x.q.shape[:-1], x.P.dtype)
-        return Results(jnp.zeros(x.q.shape[:-1] + x.v.shape[-1:], x.P.dtype), z, x.P, x.m)
-    match implementation:
-        case None if T == 1:
-            return _plain.serial(x, **options)
-        case None | "xla":
-            return chunked(x, Options(chunk_size=chunk_size, **options))
+        o = jnp.zeros(x.q.shape[:-1] + x.v.shape[-1:], options.out_dtype or x.P.dtype)
+        return Results(o, z, x.P, x.m)
+    match options.implementation:
+        case None if T == 1 and not _dispatch.serves(as_cascade(x), options):
+            y = _plain.serial(x, **options.mathematical())
+        case None | "xla" | "pallas":
+            y = _dispatch.linear(x, options)
         case "associative":
             starts = _batched.associative_starts
-            return _batched.forward(x, starts=starts, chunk_size=chunk_size, **options)
+            y = _batched.forward(x, starts=starts, **options.of_kernels())
         case "serial":
-            return _plain.serial(x, **options)
+            y = _plain.serial(x, **options.mathematical())
         case "quadratic":
-            return _plain.quadratic(x, **options)
-        case _:
+            y = _plain.quadratic(x, **options.mathematical())
+        case name:
             raise ValueError(
-                f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+                f"implementation must be None or one of {IMPLEMENTATIONS}, got {name!r}"
             )
+    return y._replace(o=y.o.astype(options.out_dtype or x.P.dtype))
+
+
+def _varying(x):
+    """Returns operands that vary alike over the axes of a `shard_map`."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return x
+    squares = x.v is x.k  # by which a stage of squares is told
+    x = vary_like(x, x)
+    return x._replace(v=x.k) if squares else x
+
+
+def _has_explicit_axes(x) -> bool:
+    """Tells whether any operand's type carries a sharding."""
+    return any(axis is not None for a in jax.tree.leaves(x) for axis in jax.typeof(a).sharding.spec)
 
 
 def _explicit_specs(x: Operands) -> Results | None:
-    """Returns the results' shardings where the operands' types carry some (explicit mesh axes).
-
-    There the compiler is left to shard the inside, as it is for all other axes; outputs lie as q
-    does.
-    """
-    if all(axis is None for a in jax.tree.leaves(x) for axis in jax.typeof(a).sharding.spec):
+    """Returns the results' shardings where operands' types carry some: outputs lie as q does."""
+    if not _has_explicit_axes(x):
         return None
     *rows, heads, _ = jax.typeof(x.q).sharding.spec
     # States lie as the operand does that has a head for each of them.

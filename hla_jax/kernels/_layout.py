@@ -39,6 +39,48 @@ class Results(NamedTuple):
     m: Float[Array, "*B N D"] | None
 
 
+class Cascade(NamedTuple):
+    """The inputs of two levels of the primitive, of which the second takes what the first gives.
+
+    U = LA(Q, K, K; S) where S is given, else K;  [R, r] = LA(Q, K, [V, w]; P, m) where P is given,
+    else [V, w];  O = LA_power(Q, U, [R, r]; F, f). Without S and P it is the primitive, of state F.
+    With one of them the second level has one state per query head, and k, v, S and P have K heads.
+    """
+
+    q: Float[Array, "*B T H D"]
+    k: Float[Array, "*B T Hk D"]
+    v: Float[Array, "*B T Hv E"]
+    w: Float[Array, "*B T Hv"] | None
+    log_decay: Float[Array, "*B T K"] | None
+    S: Float[Array, "*B K D D"] | None
+    P: Float[Array, "*B K D E"] | None
+    m: Float[Array, "*B K D"] | None  # given with both w and P
+    F: Float[Array, "*B N D E"]
+    f: Float[Array, "*B N D"] | None  # given with w
+
+    @property
+    def token_axis(self) -> int:
+        """The axis T, the same in all arrays of tokens."""
+        return self.F.ndim - 3
+
+
+class CascadeResults(NamedTuple):
+    """Outputs and final states, None where the operand is."""
+
+    o: Float[Array, "*B T H E"]
+    z: Float[Array, "*B T H"] | None
+    S: Float[Array, "*B K D D"] | None
+    P: Float[Array, "*B K D E"] | None
+    m: Float[Array, "*B K D"] | None
+    F: Float[Array, "*B N D E"]
+    f: Float[Array, "*B N D"] | None
+
+
+def as_cascade(x: Operands) -> Cascade:
+    """Returns the primitive as a cascade of its second level alone."""
+    return Cascade(*x[:5], None, None, None, *x[5:])
+
+
 _OPERAND_AXES = Operands._make((1, 1, 1, 1, 1, 0, 0))  # of the heads, in arrays without batch axes
 _RESULT_AXES = Results._make((1, 1, 0, 0))
 

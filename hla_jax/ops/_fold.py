@@ -56,12 +56,30 @@ class Folded(NamedTuple):
         *batch, T, H, D = self.q.shape
         return Sizes(tuple(batch), T, H, self.k.shape[-2], D, self.v.v.shape[-1])
 
-    def la(self, q, k, v: Pair, state: Pair, *, power: int = 1, strict: bool = False):
-        """LA_power(Q, K, [V, 1]; P, m): returns the outputs and the final state, each a pair."""
-        y = kernels.causal_linear(
-            q, k, *v, self.log_decay, *state, power=power, strict=strict, **self.options
-        )
+    def la(self, q, k, v: Pair, state: Pair, *, power: int = 1, strict: bool = False, last=False):
+        """LA_power(Q, K, [V, 1]; P, m): returns the outputs and the final state, each a pair.
+
+        Outputs are in the state's dtype, those of the last stage in v's where nothing divides them.
+        """
+        dtype = self.v.v.dtype if last and self.v.one is None else None
+        options = dict(power=power, strict=strict, out_dtype=dtype, **self.options)
+        y = kernels.causal_linear(q, k, *v, self.log_decay, *state, **options)
         return Pair(y.o, y.z), Pair(y.P, y.m)
+
+    def cascade(self, S, P: Pair | None, F: Pair, *, power: int, last: bool = True):
+        """O = LA_power(Q, U, R; F), of U = LA(Q, K, K; S) and R = LA(Q, K, [V, 1]; P).
+
+        Without S, U is K; without P, R is [V, 1]. Returns the outputs and the final S, P and F.
+        """
+        P = P or Pair(None)
+        dtype = self.v.v.dtype if last and self.v.one is None else None
+        y = kernels.causal_cascade(
+            *(self.q, self.k, *self.v, self.log_decay, S, *P, *F),
+            power=power,
+            out_dtype=dtype,
+            **self.options,
+        )
+        return Pair(y.o, y.z), y.S, Pair(y.P, y.m), Pair(y.F, y.f)
 
     def weights(self, q, k, *, power: int = 1, strict: bool = False):
         """D^power * (Q K^T) as a dense array [*B, H, T, T]."""
@@ -257,7 +275,7 @@ def step(
     if rest.get("mask") is not None:
         rest["mask"] = jnp.expand_dims(array("mask", rest["mask"]), -1)
     q, k, v = (jnp.expand_dims(x, -3) for x in (q_t, k_t, v_t))
-    out, state = op(q, k, v, initial_state=state, implementation="serial", **own, **rest)
+    out, state = op(q, k, v, initial_state=state, **own, **rest)
     return jnp.squeeze(out, -3), state
 
 

@@ -92,9 +92,10 @@ def ahla(
       precision: of the matmuls, a `jax.lax.Precision`; the default of a TPU or GPU is less than
         float32.
       chunk_size: tokens per chunk of "xla" and "associative"; None chooses.
-      implementation: None (best for the backend), "xla" (chunked, O(T) memory, reverse mode alone),
-        "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`), "quadratic"
-        (dense weights); the last three support forward mode too. All agree.
+      implementation: None (best for the device), "pallas" (kernels, or an error), "xla" (chunked
+        matmuls), "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`),
+        "quadratic" (dense weights, O(T^2) memory). All agree; forward mode needs one of the last
+        three.
 
     Returns:
       Outputs [*B, T, H, E] in v's dtype, and the final state in float32 (float64 where an input
@@ -135,8 +136,8 @@ def ahla(
         e=(H, D, E),
         ez=(H, D) if normalize else None,
     )
-    r, p = x.la(x.q, x.k, x.v, Pair(s.kv, s.k))
-    o, e = x.la(x.q, x.k, r, Pair(s.e, s.ez))
+    # R = LA(Q, K, V), O = LA(Q, K, R)
+    o, _, p, e = x.cascade(None, Pair(s.kv, s.k), Pair(s.e, s.ez), power=1)
     return _fold.finish(
         x, o, AHLAState(p.v, p.one, e.v, e.one), v, initial_state=initial_state, eps=eps
     )

@@ -100,9 +100,10 @@ def hla2(
       precision: of the matmuls, a `jax.lax.Precision`; the default of a TPU or GPU is less than
         float32.
       chunk_size: tokens per chunk of "xla" and "associative"; None chooses.
-      implementation: None (best for the backend), "xla" (chunked, O(T) memory, reverse mode alone),
-        "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`), "quadratic"
-        (dense weights); the last three support forward mode too. All agree.
+      implementation: None (best for the device), "pallas" (kernels, or an error), "xla" (chunked
+        matmuls), "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`),
+        "quadratic" (dense weights, O(T^2) memory). All agree; forward mode needs one of the last
+        three.
 
     Returns:
       Outputs [*B, T, H, E] in v's dtype, and the final state in float32 (float64 where an input
@@ -147,18 +148,19 @@ def hla2(
         c=(H, D, E) if has_ridge or not masked else None,
         cz=fz if has_ridge or not masked else None,
     )
-    (u, _), kk = x.la(x.q, x.k, Pair(x.k), Pair(s.kk))
     f = c = Pair(None)
     if not masked:
+        (u, _), (kk, _) = x.la(x.q, x.k, Pair(x.k), Pair(s.kk))
         if has_ridge:
             u += ridge * x.q.astype(x.dtype)
         o, c = x.la(u, x.q, x.v, Pair(s.c, s.cz))
     else:
-        o, f = x.la(x.q, u, x.v, Pair(s.f, s.fz), power=2)
+        # U = LA(Q, K, K), O = LA_2(Q, U, V)
+        o, kk, _, f = x.cascade(s.kk, None, Pair(s.f, s.fz), power=2, last=not has_ridge)
         if has_ridge:
             r, c = x.la(x.q, x.q, x.v, Pair(s.c, s.cz))
             o = jax.tree.map(lambda o, r: o + ridge * r, o, r)
-    state = HLA2State(kk.v, f.v, f.one, c.v, c.one)
+    state = HLA2State(kk, f.v, f.one, c.v, c.one)
     return _fold.finish(x, o, state, v, initial_state=initial_state, eps=eps)
 
 

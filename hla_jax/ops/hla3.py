@@ -115,9 +115,10 @@ def hla3(
       precision: of the matmuls, a `jax.lax.Precision`; the default of a TPU or GPU is less than
         float32.
       chunk_size: tokens per chunk of "xla" and "associative"; None chooses.
-      implementation: None (best for the backend), "xla" (chunked, O(T) memory, reverse mode alone),
-        "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`), "quadratic"
-        (dense weights); the last three support forward mode too. All agree.
+      implementation: None (best for the device), "pallas" (kernels, or an error), "xla" (chunked
+        matmuls), "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`),
+        "quadratic" (dense weights, O(T^2) memory). All agree; forward mode needs one of the last
+        three.
 
     Returns:
       Outputs [*B, T, H, E] in v's dtype, and the final state in float32 (float64 where an input
@@ -163,17 +164,16 @@ def hla3(
         fz=(H, D) if has_f and normalize else None,
     )
     kv, f = Pair(s.kv, s.k), Pair(s.f, s.fz)
-    if variant == "published":
-        o, (kk, qq, kv, f) = _published(x, s.kk, s.qq, kv, f)
-    else:
+    qq = None
+    if variant == "masked":
+        # U = LA(Q, K, K), R = LA(Q, K, V), O = LA_3(Q, U, R)
+        o, kk, kv, f = x.cascade(s.kk, kv, f, power=3)
+    elif variant == "unmasked":
         (u, _), (kk, _) = x.la(x.q, x.k, Pair(x.k), Pair(s.kk))
-        if variant == "masked":
-            qq = None
-            r, kv = x.la(x.q, x.k, x.v, kv)
-            o, f = x.la(x.q, u, r, f, power=3)
-        else:
-            (t, _), (qq, _) = x.la(u, x.q, Pair(x.q), Pair(s.qq))
-            o, kv = x.la(t, x.k, x.v, kv)
+        (t, _), (qq, _) = x.la(u, x.q, Pair(x.q), Pair(s.qq))
+        o, kv = x.la(t, x.k, x.v, kv)
+    else:
+        o, (kk, qq, kv, f) = _published(x, s.kk, s.qq, kv, f)
     state = HLA3State(kk, qq, kv.v, kv.one, f.v, f.one)
     return _fold.finish(x, o, state, v, initial_state=initial_state, eps=eps)
 

@@ -94,9 +94,10 @@ def linear_attention(
       precision: of the matmuls, a `jax.lax.Precision`; the default of a TPU or GPU is less than
         float32.
       chunk_size: tokens per chunk of "xla" and "associative"; None chooses.
-      implementation: None (best for the backend), "xla" (chunked, O(T) memory, reverse mode alone),
-        "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`), "quadratic"
-        (dense weights); the last three support forward mode too. All agree.
+      implementation: None (best for the device), "pallas" (kernels, or an error), "xla" (chunked
+        matmuls), "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`),
+        "quadratic" (dense weights, O(T^2) memory). All agree; forward mode needs one of the last
+        three.
 
     Returns:
       Outputs [*B, T, H, E] in v's dtype, and the final state in float32 (float64 where an input
@@ -133,7 +134,7 @@ def linear_attention(
     _, _, _, K, D, E = x.sizes
     s = _fold.start(x, LinearState, initial_state, kv=(K, D, E), k=(K, D) if normalize else None)
     if causal:
-        o, state = x.la(x.q, x.k, x.v, Pair(*s))
+        o, state = x.la(x.q, x.k, x.v, Pair(*s), last=True)
     elif segment_ids is None:
         o, state = _all_to_all(x, Pair(*s))
     else:
