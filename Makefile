@@ -1,6 +1,6 @@
 # Every target stands alone on a fresh clone: it makes .venv and installs into it what it needs.
 
-.PHONY: demo test test-slow test-newest lint format bench docs clean
+.PHONY: demo test test-slow test-newest test-kernels lint format bench docs clean
 
 BIN := .venv/bin
 WORKERS ?= 2
@@ -58,6 +58,27 @@ test-newest:
 	$(BIN)/python -m pip list 2>/dev/null | grep -E '^(jax|flax|numpy|optax) ' && \
 	$(call PYTEST,$(QUICK))
 
+# Compiles the kernels for TPUs and GPUs, of which none need be here.
+test-kernels: BIN := .venv-kernels/bin
+test-kernels:
+	@if [ "$$(uname -sm)" != "Linux x86_64" ]; then echo "test-kernels: the compilers run on Linux x86_64 only, nothing to run"; exit 0; fi; \
+	$(MAKE) --no-print-directory .venv-kernels/installed && $(call PYTEST) -m kernels tests/kernels
+
+# Versions that go together; jax for Python 3.11 is too old for what the GPU kernels are held to.
+# NVIDIA's ptxas is that of CUDA, or else from pip.
+LIBTPU := libtpu==0.0.52
+CUDA := jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1
+.venv-kernels/installed: BIN := .venv-kernels/bin
+.venv-kernels/installed: pyproject.toml Makefile
+	@python=$$($(call find_python,(3, 11),python3.13 $(call PYENV,13) python3.12 $(call PYENV,12) python3 python3.11 $(call PYENV,11))); \
+	echo "making .venv-kernels with $$("$$python" --version)"; "$$python" -m venv --clear .venv-kernels
+	@install="$(BIN)/python -m pip install --quiet"; \
+	if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then \
+	$$install --editable ".[test]" jax==0.12.0.1 $(LIBTPU) && $$install --no-deps $(CUDA) && \
+	{ [ -x /usr/local/cuda/bin/ptxas ] || $$install nvidia-cuda-nvcc==13.0.88; }; \
+	else $$install --editable ".[test]" jax==0.10.2 $(LIBTPU); fi
+	@touch $@
+
 .venv/installed: pyproject.toml
 	@if [ ! -x $(BIN)/python ]; then \
 	python=$$($(call find_python,(3, 11),python3 python3.13 python3.12 python3.11 $(call PYENV,13) $(call PYENV,12) $(call PYENV,11))); \
@@ -67,4 +88,4 @@ test-newest:
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-kernels build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
