@@ -28,6 +28,7 @@ def rows(text: str, name: str) -> list[list[str]]:
     return [[cell.strip() for cell in cells] for [first, *cells] in lines if first.strip() == name]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_type_checks")
 def test_gpu_script_checks_and_times_the_kernels(monkeypatch, capsys) -> None:
     text = run(gpu, monkeypatch, capsys, "--tiny")

@@ -60,6 +60,28 @@ def test_a_cascade_is_one_kernel_where_the_device_is_known(operator):
     assert text.count("tpu_custom_call") == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "kernel"),
+    [
+        (
+            "NVIDIA H200",
+            jnp.bfloat16,
+            "mosaic_gpu" if jax.__version_info__ >= (0, 11) else "triton",
+        ),
+        ("NVIDIA H200", jnp.float32, "triton"),
+        ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, "triton"),
+        ("NVIDIA B200", jnp.bfloat16, "triton"),
+    ],
+)
+def test_the_kind_of_gpu_chooses_between_its_kernels(kind, dtype, kernel):
+    with traced_for(kind):
+        text = (
+            jax.jit(loss).trace(*tokens(dtype=dtype)).lower(lowering_platforms=("cuda",)).as_text()
+        )
+    targets = {"mosaic_gpu": "mosaic_gpu", "triton": "xla.gpu.triton"}
+    assert {name for name, target in targets.items() if target in text} == {kernel}
+
+
 @pytest.mark.parametrize("t", [1, 5])
 @pytest.mark.parametrize("operator", ["linear_attention", *FOUR[1:]])
 def test_interpreted_kernels_agree_with_xla(operator, t):

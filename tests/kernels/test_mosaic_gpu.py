@@ -14,6 +14,8 @@ from operators import all_pairs, with_gradients, worst_error
 from hla_jax.kernels import _plain, mosaic_gpu
 from hla_jax.kernels._layout import Cascade, CascadeResults, Operands, Results, as_cascade
 
+pytestmark = pytest.mark.kernels  # which come with a jax that interprets them
+
 OPTIONS = {"chunk_size": None, "power": 1, "strict": False, "precision": None}
 # Half an ulp of bfloat16 is 2^-9. Operands, weights and states are rounded; the cotangent of a
 # decay sums products of these, of both signs.

@@ -11,6 +11,8 @@ from helpers import rms_error
 from hla_jax.kernels import triton
 from hla_jax.kernels._layout import Cascade, CascadeResults, Operands, Results, as_cascade
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {"chunk_size": None, "precision": "highest", "interpret": True}
 POWERS = {"ahla": 1, "hla2": 2, "hla3": 3}
 
