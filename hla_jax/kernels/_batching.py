@@ -38,7 +38,8 @@ def unless_partitioned(kernel: Callable, otherwise: Callable | None, types: Call
     """Returns a function that is the kernel, but `otherwise` where the compiler shards the program.
 
     It cannot look into a kernel, and would gather all operands on every device. A kernel runs where
-    a device has its own part: in `shard_map`, or alone. Without `otherwise` it is an error.
+    a device has its own part: in `shard_map`, or alone. Without `otherwise` it is an error. Nor is
+    there a kernel in a program that is exported for several platforms at once.
 
     Neither is traced before it is lowered, so that a machine without the kernel's platform does not
     pay for it: `types` computes arrays of the results' types.
@@ -52,7 +53,7 @@ def unless_partitioned(kernel: Callable, otherwise: Callable | None, types: Call
             return lambda *flat: jax.tree.leaves(function(*jax.tree.unflatten(structure, flat)))
 
         fallback = None if otherwise is None else of_flat(otherwise)
-        y = _choice.bind(
+        y = _kernel_or_xla.bind(
             *flat, kernel=of_flat(kernel), otherwise=fallback, types=tuple(jaxpr.out_avals)
         )
         return jax.tree.unflatten(jax.tree.structure(results), y)
@@ -62,15 +63,17 @@ def unless_partitioned(kernel: Callable, otherwise: Callable | None, types: Call
 
 def _lower(ctx, *args, kernel, otherwise, types):
     del types
-    if not _is_partitioned(ctx.module_context.axis_context):
+    platforms = ctx.platforms or ctx.module_context.platforms
+    if len(platforms) == 1 and not _is_partitioned(ctx.module_context.axis_context):
         chosen = kernel
-    elif otherwise is None:
+    elif otherwise is not None:
+        chosen = otherwise
+    else:
         raise ValueError(
             'implementation="pallas" must run where each device has its own part of the arrays, '
-            "in jax.shard_map or hla_jax.parallel.sharded: a kernel cannot be partitioned"
+            "in jax.shard_map or hla_jax.parallel.sharded, and be lowered for one platform: a "
+            "kernel cannot be partitioned"
         )
-    else:
-        chosen = otherwise
     return mlir.lower_fun(chosen, multiple_results=True)(ctx, *args)
 
 
@@ -82,8 +85,15 @@ def _is_partitioned(context) -> bool:
     return getattr(context, "num_devices", 1) != 1
 
 
-_choice = Primitive("kernel_unless_partitioned")
-_choice.multiple_results = True
-_choice.def_abstract_eval(lambda *_, types, **__: types)
-_choice.def_impl(lambda *args, kernel, **_: kernel(*args))
-mlir.register_lowering(_choice, _lower)
+_kernel_or_xla = Primitive("kernel_or_xla")
+_kernel_or_xla.multiple_results = True
+_kernel_or_xla.def_abstract_eval(lambda *_, types, **__: types)
+
+
+@_kernel_or_xla.def_impl
+def _(*args, **parameters):
+    with jax.disable_jit(False):  # arrays that lie on several devices partition this too
+        return jax.jit(lambda *args: _kernel_or_xla.bind(*args, **parameters))(*args)
+
+
+mlir.register_lowering(_kernel_or_xla, _lower)

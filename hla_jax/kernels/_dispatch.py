@@ -32,7 +32,8 @@ Branches = dict[str, Callable]  # by platform; "default" is any other
 
 # GPUs with the matrix instructions that `mosaic_gpu` is written in; later ones have others.
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-ON_CPU = (
+SMALL_TPUS = ("TPU v2", "TPU v3", "TPU v4")  # with less VMEM than the kernels take
+NONE_HERE = (
     "a CPU has no kernels, only an interpreter of the TPU's, inside "
     "jax.experimental.pallas.tpu.force_tpu_interpret_mode(); for another platform's, trace inside "
     "jax.sharding.use_abstract_mesh with its abstract device"
@@ -159,21 +160,20 @@ fused.defvjp(
 
 def serves(x: Cascade, options: Options) -> bool:
     """Tells whether the device that this is traced for has a kernel for the request."""
-    match options.implementation:
-        case None:
-            return _device().platform != "cpu" and bool(_find(x, options)[0])
-        case "pallas":
-            return bool(_find(x, options)[0])
-    return False
+    if options.implementation not in (None, "pallas"):
+        return False
+    if options.implementation is None and _platforms() == ("cpu",):
+        return False
+    return any(platform in _platforms() for platform in _find(x, options)[0])
 
 
 def _required(x: Cascade, options: Options) -> dict[str, ModuleType]:
     """Returns the kernels for a request, by platform; asked for by name, there must be one."""
     kernels, reasons = _find(x, options)
     if options.implementation == "pallas" and not kernels:
+        why = "; ".join(dict.fromkeys(reasons)) or NONE_HERE
         raise ValueError(
-            f'implementation="pallas" cannot serve this request ({"; ".join(reasons) or ON_CPU}), '
-            '"xla" computes the same'
+            f'implementation="pallas" cannot serve this request ({why}), "xla" computes the same'
         )
     return kernels
 
@@ -206,20 +206,33 @@ def _of_one_batch_axis(x: Cascade) -> Cascade:
 
 
 def _modules(options: Options) -> dict[str, tuple[ModuleType, ...]]:
-    """Returns the kernels of each platform, the fastest first."""
+    """Returns the kernels of each platform that this may be lowered for, the fastest first.
+
+    Asked for by name, those of the device that tracing knows of; else a TPU's too, for programs
+    that are compiled for another machine.
+    """
     if options.implementation == "xla":
         return {}
-    device = _device()
-    if device.platform == "cpu" and options.implementation == "pallas":
-        return {"cpu": (mosaic_tpu,)} if _interpreted() else {}
+    kind, by_name = _device().device_kind, options.implementation == "pallas"
     modules: dict[str, tuple[ModuleType, ...]] = {"tpu": (mosaic_tpu,)}
-    if device.platform in ("gpu", "cuda", "rocm"):
+    if "cuda" in _platforms():
         from hla_jax.kernels import mosaic_gpu, triton
 
-        hopper = any(name in device.device_kind for name in HOPPER)
-        modules["cuda"] = (mosaic_gpu, triton) if hopper else (triton,)
-        modules["rocm"] = (triton,)
+        hopper = any(name in kind for name in HOPPER)
+        modules |= {"cuda": (mosaic_gpu, triton) if hopper else (triton,), "rocm": (triton,)}
+    if kind.startswith(SMALL_TPUS):
+        modules = {}
+    if by_name and _platforms() == ("cpu",) and _interpreted():
+        modules["cpu"] = (mosaic_tpu,)
+    if by_name:
+        modules = {platform: modules[platform] for platform in _platforms() if platform in modules}
     return modules
+
+
+def _platforms() -> tuple[str, ...]:
+    """Returns what the device that this is traced for may be called where code is lowered."""
+    platform = _device().platform
+    return ("cuda", "rocm") if platform in ("gpu", "cuda", "rocm") else (platform,)
 
 
 def _device() -> Any:
@@ -239,7 +252,7 @@ def _on_platform(options: Options, forms: Branches, kernels: Branches, types: Ca
 
     `types` computes arrays of the results' types.
     """
-    branches: Branches = {} if options.implementation == "pallas" else forms
+    branches: Branches = {} if options.implementation == "pallas" else dict(forms)
     otherwise = branches.get("default")
     for platform, kernel in kernels.items():
         if platform != "cpu":  # where the interpreter's callbacks bind it to where it was traced

@@ -90,7 +90,7 @@ def sweep(x: Inputs, *, segments: int, reverse: bool = False, keep: bool = True)
             return n - 1 - chunk if reverse else chunk
 
         def load(step):
-            chunk, slot = chunk_of(step), lax.rem(step, 2)
+            chunk, slot = chunk_of(step), lax.rem(step, lax.full_like(step, 2))
             head = state * g + lax.rem(step, jnp.int32(g))
             of = partial(tokens_of, row=row, head=head, heads=heads, tokens=pl.ds(chunk * C, C))
             per_chunk = (head_of(a, row, head, heads, chunk) for a in (x.w, x.rows))
@@ -110,7 +110,7 @@ def sweep(x: Inputs, *, segments: int, reverse: bool = False, keep: bool = True)
 
         def advance(step, carry):
             P, m = carry
-            slot, begins = lax.rem(step, 2), lax.rem(step, jnp.int32(g)) == 0
+            slot, begins = lax.rem(step, lax.full_like(step, 2)), lax.rem(step, jnp.int32(g)) == 0
             if keep:
 
                 @pl.when(begins)
@@ -174,7 +174,7 @@ def side_by_side(x: Inputs, *, strict: bool, reverse: bool = False, out_dtype=F3
     in reverse with D^T, e and the state after it. Each program computes A again: what bounds it is
     memory.
 
-    Bytes: 2 (2 D + E) + 4 E + 2 D E / C.  FLOPs: 2 (C D E / 64 + C E + D E).
+    Bytes: 4 (D + E) + 2 D E / C (bfloat16).  FLOPs: 2 (C D E / 64 + C E + D E).
     """
     B, T, _, D = x.a.shape
     heads = max(x.a.shape[2], x.b.shape[2])
@@ -227,8 +227,8 @@ def side_by_side(x: Inputs, *, strict: bool, reverse: bool = False, out_dtype=F3
     )
 
 
-def query_key_cotangents(x: Pairs, *, strict: bool):
-    """Returns dq and dk [B, T, H, D], and d log_decay [B, H, n, C] (None without decay).
+def query_key_cotangents(x: Pairs, *, strict: bool, out_dtype=F32):
+    """Returns dq and dk [B, T, H, D] in `out_dtype`, and d log_decay [B, H, n, C] if it decays.
 
     With X = dO V^T + dz w^T and H = X . D, for 64 columns of q and k:
     dq = H k + b . (dO P^T + dz m^T) and dk = H^T q + e . (v L^T + w mu^T). The decay before token u
@@ -236,7 +236,7 @@ def query_key_cotangents(x: Pairs, *, strict: bool):
     M = (q k^T) . H; those that enter it, q . dq's second part; those that leave it, k . dk's second
     part; and those through it, rho <P, L>. All of them add up over columns as well.
 
-    Bytes: 4 (D + E) + 4 D E / C + 8 D.  FLOPs: 2 (C E D / 64 + 5 C D + 2 D E).
+    Bytes: 4 (D + E) + 4 D E / C + 4 D (bfloat16).  FLOPs: 2 (C E D / 64 + 5 C D + 2 D E).
     """
     B, T, H, D = x.q.shape
     E, n = x.v.shape[-1], pl.cdiv(T, C)
@@ -267,7 +267,7 @@ def query_key_cotangents(x: Pairs, *, strict: bool):
             if tiles.rows is not None:
                 from_state *= down(rows(tiles.rows.at[scale]))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_tile[...] = inside + from_state
+            out_tile[...] = (inside + from_state).astype(out_tile.dtype)
             copy_out(out_tile, out.at[row, tokens, head, own])
             return from_state
 
@@ -308,8 +308,8 @@ def query_key_cotangents(x: Pairs, *, strict: bool):
         flops=2 * B * H * n * C * (D // W) * (C * E + 5 * C * W + 2 * E * W),
         exps=B * H * n * C * C * (D // W),
         out_type=(
-            jax.ShapeDtypeStruct((B, T, H, D), F32),
-            jax.ShapeDtypeStruct((B, T, H, D), F32),
+            jax.ShapeDtypeStruct((B, T, H, D), out_dtype),
+            jax.ShapeDtypeStruct((B, T, H, D), out_dtype),
             given(x.rows, jax.ShapeDtypeStruct((B, H, D // W, n, 3, C), F32)),
         ),
         scratch_types=(
@@ -327,7 +327,7 @@ def query_key_cotangents(x: Pairs, *, strict: bool):
                 given(x.w, vectors(W)),
             ),
             matrix(C, C),
-            matrix(C, W, dtype=F32),
+            matrix(C, W, dtype=out_dtype),
             given(x.rows, vectors(3, C)),
             plgpu.Barrier(num_arrivals=sum(a is not None for a in x)),
         ),

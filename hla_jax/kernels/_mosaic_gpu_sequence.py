@@ -113,7 +113,7 @@ def in_sequence(x: Levels, *, strict: bool, out_dtype=F32):
             return None
 
         def load(chunk):
-            slot = lax.rem(chunk, 2)
+            slot = lax.rem(chunk, lax.full_like(chunk, 2))
             of = partial(tokens_of, row=row, head=head, heads=H, tokens=pl.ds(chunk * C, C))
             per_chunk = (head_of(a, row, head, H, chunk) for a in x[3:6])
             sources = [of(x.q), of(x.k), of(x.v, columns=own), *per_chunk]
@@ -121,7 +121,7 @@ def in_sequence(x: Levels, *, strict: bool, out_dtype=F32):
 
         def step(chunk, carry):
             S, P, F = carry
-            slot, tokens = lax.rem(chunk, 2), pl.ds(chunk * C, C)
+            slot, tokens = lax.rem(chunk, lax.full_like(chunk, 2)), pl.ds(chunk * C, C)
             if has_S:
                 tiles.S[...] = get(S, S_park).astype(BF16)
             if has_P:

@@ -51,7 +51,18 @@ class State(NamedTuple):
     f: Any
 
 
-def call(kernel, operands, out, s: Sizes, *, scratch: State, products: float, name: str, **options):
+def call(
+    kernel: Callable,
+    operands: tuple,
+    out,
+    s: Sizes,
+    *,
+    scratch: State,
+    products: float,
+    name: str,
+    reverse: bool = False,
+    aliases: dict[int, int] | None = None,
+):
     """Runs a kernel as one program for each (batch row, kv head, chunk).
 
     Args:
@@ -62,9 +73,9 @@ def call(kernel, operands, out, s: Sizes, *, scratch: State, products: float, na
       scratch: arrays or types whose blocks the program keeps from chunk to chunk, in float32.
       products: FLOPs, as a multiple of one level's forward pass.
       name: the kernel's name in a profile.
-      **options: `reverse` for chunks from right to left; `aliases`.
+      reverse: whether the chunks come from right to left.
+      aliases: which operands' memory the results take, both counted without what is None.
     """
-    reverse = options.get("reverse", False)
     flops = 2 * s.B * s.K * s.r * s.n * s.C * (s.g * s.C * (s.D + s.E) + (s.g + 1) * s.D * s.E)
     moved = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((operands, out)))
     (results,) = pl.pallas_call(
@@ -74,7 +85,7 @@ def call(kernel, operands, out, s: Sizes, *, scratch: State, products: float, na
         in_specs=[_specs(tree, s, reverse) for tree in operands],
         out_specs=(_specs(out, s, reverse),),
         scratch_shapes=[jax.tree.map(lambda a: pltpu.VMEM(a.shape[2:], F32), scratch)],
-        input_output_aliases=options.get("aliases", {}),
+        input_output_aliases=aliases or {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_LIMIT,
@@ -153,7 +164,8 @@ def _largest_divisor(n: int, accept) -> int:
 
 
 def vmem(s: Sizes) -> int:
-    """Bytes of VMEM that a program of the backward pass takes, the largest."""
+    """Bytes of VMEM that a program of the backward pass takes, the largest; rows have 128 lanes."""
+    s = s._replace(D=-(-s.D // 128) * 128, E=-(-s.E // 128) * 128)
     heads, widths = s.r * s.g, s.D + s.E
     blocks = s.C * (3 * heads * widths + 4 * s.r * widths) + 3 * s.r * s.D * s.E
     carried = s.r * s.D * s.E + s.D * widths

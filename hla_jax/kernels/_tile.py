@@ -97,6 +97,14 @@ class Dots(NamedTuple):
     tn: Callable
 
 
+def knows(precision: lax.PrecisionLike) -> bool:
+    """Tells whether it is one of `jax.lax.Precision`: kernels know no pairs and no algorithms."""
+    try:
+        return precision is None or isinstance(lax.Precision(precision), lax.Precision)
+    except (TypeError, ValueError):
+        return False
+
+
 def product_type(x, precision: lax.PrecisionLike) -> tuple[jnp.dtype, lax.PrecisionLike]:
     """Returns what the operands of products are rounded to, and the products' own precision.
 

@@ -14,11 +14,11 @@ dk and the decay's cotangent.
 Costs of the parts are with the kernels. Altogether, per token and query head that has its own k, v
 and state, with chunks of C = 64:
 
-    forward in sequence     4 D + 6 E bytes                    4 D E + 2 C (D E / 64 + E) FLOPs
-    forward side by side    6 D + 8 E + 4 D E / C bytes        as many
-    backward                20 D + 20 E + 10 D E / C bytes     10 D E + 2 C (D E / 32 + E + 5 D)
+    forward in sequence     4 D + 4 E bytes                    4 D E + 2 C (D E / 64 + E) FLOPs
+    forward side by side    6 D + 6 E + 4 D E / C bytes        as many
+    backward                16 D + 12 E + 10 D E / C bytes     10 D E + 2 C (D E / 32 + E + 5 D)
 
-of which 6 E of the backward's bytes are for rounding dO.
+with outputs and cotangents in bfloat16; in float32 they are twice that, and XLA rounds them.
 """
 
 import math
@@ -97,7 +97,7 @@ def forward(x: Cascade, *, out_dtype, chunk_size, power, strict, precision) -> C
 
 
 def backward(x: Cascade, ct: CascadeResults, *, chunk_size, power, strict, precision) -> Cascade:
-    """Returns the cotangents of the primitive's operands, in float32.
+    """Returns the cotangents of the primitive's operands, in theirs or a wider type.
 
     The chunks' states are computed again, not kept.
     """
@@ -110,9 +110,12 @@ def backward(x: Cascade, ct: CascadeResults, *, chunk_size, power, strict, preci
 
     (P, m), _ = _states(Inputs(k, None, v, w, rows, P, m))
     (L, mu), (dP, dm) = _states(Inputs(q, None, do, dz, rows, dP, dm), reverse=True)
-    dv, dw = side_by_side(Inputs(k, q, do, dz, rows, L, mu), strict=strict, reverse=True)
+    dv, dw = side_by_side(
+        Inputs(k, q, do, dz, rows, L, mu), strict=strict, reverse=True, out_dtype=_sum_dtype(x.v, H)
+    )
     pairs = Pairs(q, k, v, do, w, dz, rows, P, L, m, mu)
-    dq, dk, d_log_decay = query_key_cotangents(pairs, strict=strict)
+    dtype = jnp.promote_types(_sum_dtype(x.q, H), _sum_dtype(x.k, H))
+    dq, dk, d_log_decay = query_key_cotangents(pairs, strict=strict, out_dtype=dtype)
 
     def shared(d, like):
         """Sums over the query heads that read the same head of an operand."""
@@ -134,6 +137,11 @@ def backward(x: Cascade, ct: CascadeResults, *, chunk_size, power, strict, preci
         _cropped(dP, D, E),
         _cropped(dm, D),
     )
+
+
+def _sum_dtype(a: Array, H: int):
+    """Returns the type of a cotangent that each of H heads writes: float32 where some are added."""
+    return BF16 if a.dtype == BF16 and a.shape[2] == H else F32
 
 
 def _levels(x: Cascade) -> int:

@@ -29,6 +29,10 @@ def unsupported(x: Cascade, *, chunk_size, power, strict, precision) -> str | No
         return "TPUs have no float64"
     if any(a.dtype == jnp.float16 for a in jax.tree.leaves(x)):
         return "TPUs have no float16"
+    if x.F.dtype != jnp.float32:
+        return f"states in {x.F.dtype} are not float32"
+    if not _tile.knows(precision):
+        return f"the precision {precision} is not one of jax.lax.Precision"
     s, _ = blocks.sizes(x, chunk_size)
     if blocks.vmem(s) > blocks.VMEM_BUDGET:
         return f"states of D = {s.D} and E = {s.E} do not fit into VMEM"

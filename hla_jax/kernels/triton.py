@@ -6,13 +6,13 @@ share k, v or a state read the same ones; cotangents of what they share are summ
 Forward, one of two:
 - in sequence: a program goes through all chunks of one query head and one block of E, with the
   states in registers, those of both levels for HLA2 and AHLA. Per token and query head it reads q,
-  k, v and writes o: (2 D + E) s + 4 E bytes for items of s bytes (q and k once per block of E).
+  k, v and writes o: 2 (D + E) s bytes for items of s bytes (q and k once per block of E).
 - side by side: the summary of each chunk, a sweep over the summaries, the outputs of each chunk.
   The states' 4 D E / C bytes per token cross device memory four times more.
 
 Backward: the states before each chunk and the cotangents of those after it, by the same summaries
 and sweep, then all cotangents of each chunk at once: eight times 4 D E / C bytes per token and
-head, (4 D + 2 E) s + 8 E for what is read and 4 (2 D + E) for the results.
+head, 4 (D + E) s for the sums, and for the cotangents 2 (D + E) s read and (2 D + E) s written.
 
 Tile sizes are those with which nothing spills when compiled for sm_90a. The row mass takes part in
 products as a tile of 16 columns: next to the sums of `_tile`, that takes far fewer registers.
@@ -72,9 +72,7 @@ def unsupported(x: Cascade, *, chunk_size, power, strict, precision) -> str | No
         return f"states in {x.F.dtype} are not float32"
     if chunk_size not in (None, 16, 32, 64):
         return f"a chunk size of {chunk_size} is not 16, 32 or 64"
-    try:
-        lax.Precision(precision)
-    except ValueError:
+    if not _tile.knows(precision):
         return f"the precision {precision} is not one of jax.lax.Precision"
     if (x.S is None and x.P is None) or x.q.shape[1] == 1:
         return None
@@ -218,7 +216,7 @@ def _forward_kernel(x, rows, y, *, shares, power, strict, sizes: Sizes):
     for ref, state, share, axes in zip(y[2:], new, shares, _CASCADE_RESULTS[2:], strict=True):
         if ref is not None:
             # Of the programs that computed the same, one writes.
-            @pl.when((lax.rem(h, share) == 0) & ((e == 0) | ("e" in axes)))
+            @pl.when((lax.rem(h, jnp.int32(share)) == 0) & ((e == 0) | ("e" in axes)))
             def _(ref=ref, state=state):
                 ref[...] = state
 
@@ -649,7 +647,7 @@ def _spec(a, axes: str, *, heads: int, block: int) -> pl.BlockSpec | None:
     share = heads // a.shape[axes.index("h")]
 
     def index(e, i, h, b):
-        at = {"e": e, "i": i, "h": lax.div(h, share), "b": b}
+        at = {"e": e, "i": i, "h": lax.div(h, jnp.int32(share)), "b": b}
         return tuple(at.get(axis, 0) for axis in axes)
 
     shape = (sizes.get(axis, n) for axis, n in zip(axes, a.shape, strict=True))

@@ -153,7 +153,7 @@ def hla2(
         (u, _), (kk, _) = x.la(x.q, x.k, Pair(x.k), Pair(s.kk))
         if has_ridge:
             u += ridge * x.q.astype(x.dtype)
-        o, c = x.la(u, x.q, x.v, Pair(s.c, s.cz))
+        o, c = x.la(u, x.q, x.v, Pair(s.c, s.cz), last=True)
     else:
         # U = LA(Q, K, K), O = LA_2(Q, U, V)
         o, kk, _, f = x.cascade(s.kk, None, Pair(s.f, s.fz), power=2, last=not has_ridge)

@@ -171,7 +171,7 @@ def hla3(
     elif variant == "unmasked":
         (u, _), (kk, _) = x.la(x.q, x.k, Pair(x.k), Pair(s.kk))
         (t, _), (qq, _) = x.la(u, x.q, Pair(x.q), Pair(s.qq))
-        o, kv = x.la(t, x.k, x.v, kv)
+        o, kv = x.la(t, x.k, x.v, kv, last=True)
     else:
         o, (kk, qq, kv, f) = _published(x, s.kk, s.qq, kv, f)
     state = HLA3State(kk, qq, kv.v, kv.one, f.v, f.one)

@@ -82,6 +82,26 @@ def test_the_kind_of_gpu_chooses_between_its_kernels(kind, dtype, kernel):
     assert {name for name, target in targets.items() if target in text} == {kernel}
 
 
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_cascade_that_no_kernel_takes_whole_is_taken_level_by_level(x64, kind, dtype):
+    gradient = jax.grad(partial(loss, operator="hla3", implementation="pallas"), (0, 1, 2))
+    platform = {"gpu": "cuda", "tpu": "tpu"}[DEVICES[kind]]
+    with traced_for(kind):
+        lowered = (
+            jax.jit(gradient).trace(*tokens(dtype=dtype)).lower(lowering_platforms=(platform,))
+        )
+    assert "hla_" in lowered.as_text().replace("hla_jax", "")
+
+
+@pytest.mark.parametrize("precision", [("high", "high"), jax.lax.DotAlgorithmPreset.F32_F32_F32])
+def test_a_precision_that_kernels_do_not_know_is_left_to_xla(precision):
+    run = partial(loss, precision=precision)
+    assert kernels_in(run, *tokens(), platform="tpu") == set()
+    with traced_for("TPU v5e"), pytest.raises(ValueError, match=r"pallas.*precision"):
+        run(*tokens(), implementation="pallas")
+
+
 @pytest.mark.parametrize("t", [1, 5])
 @pytest.mark.parametrize("operator", ["linear_attention", *FOUR[1:]])
 def test_interpreted_kernels_agree_with_xla(operator, t):
@@ -131,6 +151,11 @@ def test_vmap_is_another_batch_axis(implementation):
     with jax.enable_x64(True):
         expected = exact(*(np.asarray(x, np.float64) for x in (q, k, v[0])))
     assert max(jax.tree.leaves(jax.tree.map(rms_error, actual, expected))) < 2e-6
+
+
+def test_a_program_for_several_platforms_is_xlas():
+    exported = jax.export.export(jax.jit(loss), platforms=("cpu", "tpu"))(*tokens(9, d=4))
+    assert rms_error(exported.call(*tokens(9, d=4)), loss(*tokens(9, d=4))) < 1e-6
 
 
 def test_vmap_keeps_the_kernels():
