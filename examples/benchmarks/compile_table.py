@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests"))  # where the next two are, hence their place
 
 from kernels.cases import CASES, Case, compiled  # noqa: E402
 from kernels.targets import TARGETS, Compiled, Kernel, ptxas  # noqa: E402

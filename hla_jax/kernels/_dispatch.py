@@ -25,6 +25,9 @@ from hla_jax.kernels._layout import (
     Operands,
     Results,
     as_cascade,
+    as_cascade_results,
+    as_operands,
+    as_results,
     cast,
 )
 
@@ -70,11 +73,10 @@ def linear(x: Operands, options: Options) -> Results:
 
     def in_pallas(kernel: ModuleType, x: Operands) -> Results:
         y = kernel.forward(as_cascade(x), out_dtype=dtype, **options.of_kernels())
-        return Results(y.o, y.z, y.F, y.f)
+        return as_results(y)
 
     def types(x: Operands) -> Results:
-        y = _types_of_results(as_cascade(x), dtype)
-        return Results(y.o, y.z, y.F, y.f)
+        return as_results(_types_of_results(as_cascade(x), dtype))
 
     kernels = _each(in_pallas, _required(as_cascade(x), options))
     return _on_platform(options, _each(in_xla, xla.FORWARD), kernels, types, x)
@@ -83,9 +85,8 @@ def linear(x: Operands, options: Options) -> Results:
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _linear_cotangents(x: Operands, ct: Results, options: Options) -> Operands:
     def in_pallas(kernel: ModuleType, x: Operands, ct: Results) -> Operands:
-        ct_of_cascade = CascadeResults(*ct[:2], None, None, None, *ct[2:])
-        d = kernel.backward(as_cascade(x), ct_of_cascade, **options.of_kernels())
-        return _typed_as(x, Operands(*d[:5], *d[8:]))
+        d = kernel.backward(as_cascade(x), as_cascade_results(ct), **options.of_kernels())
+        return _typed_as(x, as_operands(d))
 
     kernels = _each(in_pallas, _required(as_cascade(x), options))
     return _on_platform(options, _cotangent_forms(options), kernels, lambda x, ct: x, x, ct)

@@ -76,9 +76,34 @@ class CascadeResults(NamedTuple):
     f: Float[Array, "*B N D"] | None
 
 
+class States(NamedTuple):
+    """The states of a cascade's levels, as arrays or as what stands for them in a kernel."""
+
+    S: Any
+    P: Any
+    m: Any
+    F: Any
+    f: Any
+
+
 def as_cascade(x: Operands) -> Cascade:
     """Returns the primitive as a cascade of its second level alone."""
     return Cascade(*x[:5], None, None, None, *x[5:])
+
+
+def as_operands(x: Cascade) -> Operands:
+    """Returns the operands of the primitive from those of such a cascade."""
+    return Operands(*x[:5], x.F, x.f)
+
+
+def as_cascade_results(y: Results) -> CascadeResults:
+    """Returns the results of the primitive as those of such a cascade."""
+    return CascadeResults(y.o, y.z, None, None, None, y.P, y.m)
+
+
+def as_results(y: CascadeResults) -> Results:
+    """Returns the results of the primitive from those of such a cascade."""
+    return Results(y.o, y.z, y.F, y.f)
 
 
 _OPERAND_AXES = Operands._make((1, 1, 1, 1, 1, 0, 0))  # of the heads, in arrays without batch axes

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hla_jax.kernels._layout import States
 from hla_jax.kernels._mosaic_gpu_tiles import (
     BF16,
     F32,
@@ -49,16 +50,6 @@ class Levels(NamedTuple):
     w: Any
     first: Any
     second: Any
-    S: Any
-    P: Any
-    m: Any
-    F: Any
-    f: Any
-
-
-class States(NamedTuple):
-    """The states of both levels."""
-
     S: Any
     P: Any
     m: Any

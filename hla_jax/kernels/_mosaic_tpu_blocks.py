@@ -7,7 +7,7 @@ unless XLA fuses them into what makes the first three and uses the last.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from hla_jax.kernels import _tile
-from hla_jax.kernels._layout import Cascade, CascadeResults
+from hla_jax.kernels._layout import Cascade, CascadeResults, States
 
 F32 = jnp.float32
 # As many tokens as a v5e matrix unit has rows; decay rows are exact up to there.
@@ -41,23 +41,13 @@ class Sizes(NamedTuple):
     E: int
 
 
-class State(NamedTuple):
-    """The states of a cascade, or what a sweep stores of them for each chunk."""
-
-    S: Any
-    P: Any
-    m: Any
-    F: Any
-    f: Any
-
-
 def call(
     kernel: Callable,
     operands: tuple,
     out,
     s: Sizes,
     *,
-    scratch: State,
+    scratch: States,
     products: float,
     name: str,
     reverse: bool = False,
@@ -123,7 +113,7 @@ def _specs(tree, s: Sizes, reverse: bool):
     kinds: list[Callable] = {
         Cascade: [tokens] * 3 + [chunk] * 2 + [whole] * 5,
         CascadeResults: [tokens, chunk] + [whole] * 5,
-        State: [chunk] * 5,
+        States: [chunk] * 5,
     }[type(tree)]
     return tree._make(a if a is None else kind(a) for kind, a in zip(kinds, tree, strict=True))
 
@@ -240,14 +230,14 @@ def results(y: Cascade, s: Sizes, dtype) -> CascadeResults:
     return CascadeResults._make((o, z, *_states_of_programs(y, s)))
 
 
-def starts(y: Cascade, s: Sizes, dtype) -> State:
+def starts(y: Cascade, s: Sizes, dtype) -> States:
     """Returns the types of the states before each chunk, which products take in `dtype`."""
 
     def of_chunks(a):
         return None if a is None else _struct(y, *a.shape[:2], s.n, *a.shape[2:], dtype=a.dtype)
 
     S, P, m, F, f = _states_of_programs(y, s, dtype)
-    return State._make(map(of_chunks, (S, P, m, F, f)))
+    return States._make(map(of_chunks, (S, P, m, F, f)))
 
 
 def cotangents(y: Cascade, s: Sizes) -> Cascade:

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 
 from hla_jax.kernels import _mosaic_tpu_blocks as blocks
 from hla_jax.kernels import _tile
-from hla_jax.kernels._layout import Cascade, CascadeResults
-from hla_jax.kernels._mosaic_tpu_blocks import Sizes, State
+from hla_jax.kernels._layout import Cascade, CascadeResults, States
+from hla_jax.kernels._mosaic_tpu_blocks import Sizes
 
 FUSES_BACKWARD = True  # of cascades
 
@@ -53,7 +53,7 @@ def forward(x: Cascade, *, out_dtype, chunk_size, power, strict, precision) -> C
         (y,),
         out,
         s,
-        scratch=State(*out[2:]),
+        scratch=States(*out[2:]),
         aliases=blocks.in_place(y, out),
         products=1 + (x.S is not None) + (x.P is not None),
         name="hla_forward",
@@ -82,7 +82,7 @@ def backward(x: Cascade, ct: CascadeResults, *, chunk_size, power, strict, preci
         (y if levels > 1 else Cascade._make((None, *y[1:])),),
         starts,
         s,
-        scratch=State(*y[5:]),
+        scratch=States(*y[5:]),
         products=levels - 0.5,
         name="hla_starts",
     )
@@ -91,7 +91,7 @@ def backward(x: Cascade, ct: CascadeResults, *, chunk_size, power, strict, preci
         (y, starts, ct),
         blocks.cotangents(y, s),
         s,
-        scratch=State(*y[5:]),
+        scratch=States(*y[5:]),
         reverse=True,
         products=3.5 * levels - 1,
         name="hla_backward",

@@ -33,7 +33,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from hla_jax.kernels import _tile
-from hla_jax.kernels._layout import Cascade, CascadeResults, Operands, Results, as_cascade
+from hla_jax.kernels._layout import (
+    Cascade,
+    CascadeResults,
+    Operands,
+    Results,
+    as_cascade,
+    as_operands,
+    as_results,
+)
 
 F32 = jnp.dtype(jnp.float32)
 FUSES_BACKWARD = False  # of cascades: they are differentiated level by level
@@ -134,7 +142,7 @@ def backward(
 ) -> Cascade:
     """Returns the cotangents of the primitive's operands."""
     d = _backward_of_primitive(
-        *(Operands(*x[:5], x.F, x.f), Results(*ct[:2], ct.F, ct.f)),
+        *(as_operands(x), as_results(ct)),
         *(chunk_size, power, strict, precision, interpret),
     )
     return as_cascade(d)

@@ -61,8 +61,7 @@ class Folded(NamedTuple):
 
         Outputs are in the state's dtype, those of the last stage in v's where nothing divides them.
         """
-        dtype = self.v.v.dtype if last and self.v.one is None else None
-        options = dict(power=power, strict=strict, out_dtype=dtype, **self.options)
+        options = dict(power=power, strict=strict, out_dtype=self._dtype(last), **self.options)
         y = kernels.causal_linear(q, k, *v, self.log_decay, *state, **options)
         return Pair(y.o, y.z), Pair(y.P, y.m)
 
@@ -72,14 +71,17 @@ class Folded(NamedTuple):
         Without S, U is K; without P, R is [V, 1]. Returns the outputs and the final S, P and F.
         """
         P = P or Pair(None)
-        dtype = self.v.v.dtype if last and self.v.one is None else None
         y = kernels.causal_cascade(
             *(self.q, self.k, *self.v, self.log_decay, S, *P, *F),
             power=power,
-            out_dtype=dtype,
+            out_dtype=self._dtype(last),
             **self.options,
         )
         return Pair(y.o, y.z), y.S, Pair(y.P, y.m), Pair(y.F, y.f)
+
+    def _dtype(self, last: bool):
+        """Of a stage's outputs: v's where nothing is done to them any more, else the state's."""
+        return self.v.v.dtype if last and self.v.one is None else None
 
     def weights(self, q, k, *, power: int = 1, strict: bool = False):
         """D^power * (Q K^T) as a dense array [*B, H, T, T]."""

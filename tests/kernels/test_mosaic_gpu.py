@@ -12,7 +12,15 @@ from kernels import targets
 from operators import all_pairs, with_gradients, worst_error
 
 from hla_jax.kernels import _plain, mosaic_gpu
-from hla_jax.kernels._layout import Cascade, CascadeResults, Operands, Results, as_cascade
+from hla_jax.kernels._layout import (
+    Cascade,
+    Operands,
+    Results,
+    as_cascade,
+    as_cascade_results,
+    as_operands,
+    as_results,
+)
 
 pytestmark = pytest.mark.kernels  # which come with a jax that interprets them
 
@@ -96,8 +104,8 @@ def kernels(x, ct, **rule):
     """What the kernels make of the same: results, and cotangents of the operands."""
     options, x = OPTIONS | rule, as_cascade(x)
     y = mosaic_gpu.forward(x, out_dtype=jnp.float32, **options)
-    d = mosaic_gpu.backward(x, CascadeResults(*ct[:2], None, None, None, *ct[2:]), **options)
-    return Results(y.o, y.z, y.F, y.f), Operands(*d[:5], *d[8:])
+    d = mosaic_gpu.backward(x, as_cascade_results(ct), **options)
+    return as_results(y), as_operands(d)
 
 
 def interpret(function, *args, **guards):

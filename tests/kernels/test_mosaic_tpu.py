@@ -21,7 +21,13 @@ from operators import (
 )
 
 from hla_jax.kernels import _plain, mosaic_tpu
-from hla_jax.kernels._layout import CascadeResults, Operands, Results, as_cascade
+from hla_jax.kernels._layout import (
+    Operands,
+    as_cascade,
+    as_cascade_results,
+    as_operands,
+    as_results,
+)
 
 CASES = all_pairs(
     # of q, k, v, decay: one state per query head, shared states, and states that share k or v
@@ -68,9 +74,8 @@ def kernels(x, ct, *, chunk=None, precision=None, **rule):
     """What the kernels make of the same: results, and cotangents of the operands."""
     options = rule | {"chunk_size": chunk, "precision": precision}
     y = mosaic_tpu.forward(as_cascade(x), out_dtype=jnp.float32, **options)
-    ct = CascadeResults(ct.o, ct.z, None, None, None, ct.P, ct.m)
-    d = mosaic_tpu.backward(as_cascade(x), ct, **options)
-    return Results(y.o, y.z, y.F, y.f), Operands(*d[:5], *d[8:])
+    d = mosaic_tpu.backward(as_cascade(x), as_cascade_results(ct), **options)
+    return as_results(y), as_operands(d)
 
 
 def as_float32(tree):

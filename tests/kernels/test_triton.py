@@ -9,7 +9,16 @@ import pytest
 from helpers import rms_error
 
 from hla_jax.kernels import triton
-from hla_jax.kernels._layout import Cascade, CascadeResults, Operands, Results, as_cascade
+from hla_jax.kernels._layout import (
+    Cascade,
+    CascadeResults,
+    Operands,
+    Results,
+    as_cascade,
+    as_cascade_results,
+    as_operands,
+    as_results,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -100,9 +109,8 @@ forward = partial(triton.forward, out_dtype=jnp.dtype(jnp.float32))
 
 
 def backward(x: Operands, ct: Results, **options) -> Operands:
-    ct_of_cascade = CascadeResults(*ct[:2], None, None, None, *ct[2:])
-    d = triton.backward(as_cascade(x), ct_of_cascade, **options)
-    return Operands(*d[:5], *d[8:])
+    d = triton.backward(as_cascade(x), as_cascade_results(ct), **options)
+    return as_operands(d)
 
 
 SHARED, STATES = (4, 2, 2, 2), (4, 4, 2, 2)  # query heads share a state, or have one each
@@ -137,7 +145,7 @@ def test_primitive(monkeypatch, pass_, T, heads, power, strict, mass, decay, wid
         return
     monkeypatch.setattr(triton, "_side_by_side", lambda *_: pass_ == "side by side")
     y = jax.jit(partial(forward, **options))(as_cascade(x))
-    assert_close(Results(y.o, y.z, y.F, y.f), expected)
+    assert_close(as_results(y), expected)
 
 
 def cascade(name, T, H=4, K=2, **options):
@@ -192,10 +200,10 @@ def test_narrow_tokens(dtype):
     run = partial(forward, power=1, strict=False, **OPTIONS | {"precision": None})
     y = jax.jit(run)(as_cascade(x))
     assert {a.dtype for a in jax.tree.leaves(y)} == {jnp.dtype(jnp.float32)}
-    y = Results(y.o, y.z, y.F, y.f)
+    y = as_results(y)
     assert_close(y, expected, 5e-3 if dtype == jnp.bfloat16 else 1e-6)
     y = jax.jit(partial(run, precision="highest"))(as_cascade(x))
-    assert_close(Results(y.o, y.z, y.F, y.f), expected)
+    assert_close(as_results(y), expected)
 
 
 def test_few_heads_of_many_chunks_and_wide_states_go_side_by_side():
