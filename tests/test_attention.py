@@ -118,6 +118,14 @@ def test_bfloat16_values_give_bfloat16_outputs():
     assert rms_error(got, definition(q, k, v, visible)) < 1e-2
 
 
+def test_float64_is_kept_throughout(x64):
+    q, k, v = (x.astype(jnp.float64) for x in tokens())
+    visible = np.broadcast_to(np.tri(7), (2, 7, 7))
+    bias = np.random.default_rng(1).normal(size=(4, 7, 7))
+    got = softmax_attention(q, k, v, bias=bias)
+    assert rms_error(got, definition(q, k, v, visible, bias)) < 1e-14
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

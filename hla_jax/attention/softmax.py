@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from hla_jax._check import checked_or_none
-from hla_jax._segments import segment_numbers
 from hla_jax._types import Array, Keys, Mask, Outputs, Queries, SegmentIds, Values
+from hla_jax.attention._inputs import prepare, visible_keys
 
 
 def softmax_attention(
@@ -42,7 +41,7 @@ def softmax_attention(
       scale: multiplies every product q . k; None is D^(-1/2).
 
     Returns:
-      Outputs [*B, T, H, E] in v's dtype.
+      Outputs [*B, T, H, E] in v's dtype. The softmax is in float32, or float64 if an input is.
 
     Raises:
       ValueError: an argument has a wrong shape or dtype; the message names it.
@@ -54,71 +53,65 @@ def softmax_attention(
       >>> print(softmax_attention(q, k, v).ravel())
       [2. 3. 5.]
     """
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
-    _check(q, k, v)
-    T, S = q.shape[-3], k.shape[-3]
-    if (causal or segment_ids is not None) and T != S:
-        raise ValueError(
-            f"T and S must be equal for causal=True and for segment_ids, got T = {T} and S = {S}"
-        )
-    batch = q.shape[:-3]
-    visible = jnp.ones((*batch, T, S), bool)
-    if causal:
-        visible &= jnp.tri(T, dtype=bool)
-    mask = checked_or_none("mask", mask, (*batch, S), jnp.bool_)
-    if mask is not None:
-        visible &= mask[..., None, :]
-        k, v = (jnp.where(mask[..., None, None], x, 0) for x in (k, v))
-        if causal:
-            visible &= mask[..., :, None]
-            q = jnp.where(mask[..., None, None], q, 0)
-    segment_ids = checked_or_none("segment_ids", segment_ids, (*batch, S), jnp.integer)
-    if segment_ids is not None:
-        number = segment_numbers(segment_ids, mask)
-        visible &= number[..., :, None] == number[..., None, :]
-    return attend(q, k, v, visible, bias=bias, scale=scale)
+    inputs = prepare(q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
+    visible = visible_keys(inputs, causal=causal)
+    return attend(inputs.q, inputs.k, inputs.v, visible, bias=bias, scale=scale)
 
 
 def attend(
     q: Float[jax.Array, "*B T H D"],
     k: Float[jax.Array, "*B S K D"],
     v: Float[jax.Array, "*B S K E"],
-    visible: Bool[jax.Array, "*B T S"],
+    visible: Bool[jax.Array, "..."],
     *,
     bias: Float[Array, "..."] | None = None,
     scale: float | None = None,
 ) -> Float[jax.Array, "*B T H E"]:
-    """Softmax attention of each query over the keys visible to it; 0 where there are none."""
+    """Softmax attention of each query over the keys visible to it; 0 where there are none.
+
+    visible is [*B, T, S], or [*B, H, T, S] where heads see different keys.
+    """
     batch, (T, H, D), (S, _, E) = q.shape[:-3], q.shape[-3:], v.shape[-3:]
-    if visible.size == 0:
-        return jnp.zeros((*batch, T, H, E), v.dtype)
+    out_dtype = v.dtype
+    if 0 in (*batch, T, S):
+        return jnp.zeros((*batch, T, H, E), out_dtype)
     scale = D**-0.5 if scale is None else scale
     if bias is not None:
         bias = jnp.broadcast_to(bias, (*batch, H, T, S)).reshape(-1, H, T, S)
+    if visible.ndim == q.ndim - 1:
+        visible = visible[..., None, :, :]
+    dtype = jnp.result_type(q, k, v)
+    q, k, v = (x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    seen = visible.reshape(-1, *visible.shape[-3:])
+    out = (_in_float64 if dtype == jnp.float64 else _in_jax)(q, k, v, bias, seen, scale)
+    out = out.reshape(*batch, T, H, E).astype(out_dtype)
+    return jnp.where(visible.any(-1).swapaxes(-1, -2)[..., None], out, 0)
+
+
+def _in_jax(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None,
+    visible: jax.Array,
+    scale: float,
+) -> jax.Array:
+    D, E = q.shape[-1], v.shape[-1]
     width = max(D, E)  # jax's function wants D == E; zero columns change nothing
-
-    def pad(x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.promote_types(q.dtype, v.dtype)).reshape(-1, *x.shape[-3:])
-        return jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])])
-
-    out = jax.nn.dot_product_attention(
-        pad(q), pad(k), pad(v), bias, visible.reshape(-1, 1, T, S), scale=scale
-    )
-    out = out[..., :E].reshape(*batch, T, H, E).astype(v.dtype)
-    return jnp.where(visible.any(-1)[..., None, None], out, 0)
+    q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q, k, v))
+    return jax.nn.dot_product_attention(q, k, v, bias, visible, scale=scale)[..., :E]
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(
-                f"{name} must be floating, [*B, tokens, heads, width], got {x.dtype} {x.shape}"
-            )
-    if k.shape[:-1] != v.shape[:-1] or k.shape[:-3] != q.shape[:-3] or k.shape[-1] != q.shape[-1]:
-        raise ValueError(
-            "q, k and v must be [*B, T, H, D], [*B, S, K, D] and [*B, S, K, E], "
-            f"got {q.shape}, {k.shape} and {v.shape}"
-        )
-    H, K = q.shape[-2], k.shape[-2]
-    if K == 0 or H % K:
-        raise ValueError(f"k's heads must divide q's, got {K} kv heads for {H}")
+def _in_float64(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None,
+    visible: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """The same; jax's function takes the softmax in float32 whatever it is given."""
+    k, v = (jnp.repeat(x, q.shape[-2] // x.shape[-2], axis=-2) for x in (k, v))
+    logits = jnp.einsum("bthd,bshd->bhts", q, k) * scale + (0 if bias is None else bias)
+    weights = jax.nn.softmax(jnp.where(visible, logits, jnp.finfo(logits.dtype).min))
+    return jnp.einsum("bhts,bshe->bthe", weights, v)

@@ -1,0 +1,87 @@
+"""What the attention functions share: the checks of their arguments, and who may see whom."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Int
+
+from hla_jax._check import checked_or_none
+from hla_jax._segments import segment_numbers
+from hla_jax._types import Keys, Mask, Queries, SegmentIds, Values
+
+
+class Inputs(NamedTuple):
+    """Checked tokens with zeros where masked, and labels that fold mask and segments into one.
+
+    Query t may see key s where `query_labels[..., t] == key_labels[..., s]`.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    query_labels: Int[jax.Array, "*B T"]
+    key_labels: Int[jax.Array, "*B S"]
+
+
+def prepare(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    causal: bool,
+    mask: Mask | None = None,
+    segment_ids: SegmentIds | None = None,
+) -> Inputs:
+    """Checks the arguments of an attention function and folds mask and segments into labels.
+
+    A label is a segment's number, -1 for a masked key and -2 for a masked query. Where not causal,
+    the mask speaks of keys alone.
+
+    Raises:
+      ValueError: an argument has a wrong shape or dtype, or T != S for causal attention or
+        segments; the message names it.
+    """
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    _check(q, k, v)
+    batch, T, S = q.shape[:-3], q.shape[-3], k.shape[-3]
+    if (causal or segment_ids is not None) and T != S:
+        raise ValueError(
+            f"T and S must be equal for causal=True and for segment_ids, got T = {T} and S = {S}"
+        )
+    mask = checked_or_none("mask", mask, (*batch, S), jnp.bool_)
+    segment_ids = checked_or_none("segment_ids", segment_ids, (*batch, S), jnp.integer)
+    if segment_ids is None:
+        queries, keys = jnp.zeros((*batch, T), jnp.int32), jnp.zeros((*batch, S), jnp.int32)
+    else:
+        queries = keys = segment_numbers(segment_ids, mask)
+    if mask is not None:
+        keys = jnp.where(mask, keys, -1)
+        k, v = (jnp.where(mask[..., None, None], x, 0) for x in (k, v))
+        if causal:
+            queries = jnp.where(mask, queries, -2)
+            q = jnp.where(mask[..., None, None], q, 0)
+    return Inputs(q, k, v, queries, keys)
+
+
+def visible_keys(inputs: Inputs, *, causal: bool) -> Bool[jax.Array, "*B T S"]:
+    """Which keys each query sees, for the functions that look at all pairs."""
+    visible = inputs.query_labels[..., :, None] == inputs.key_labels[..., None, :]
+    T, S = visible.shape[-2:]
+    return visible & jnp.tri(T, S, dtype=bool) if causal else visible
+
+
+def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} must be floating, [*B, tokens, heads, width], got {x.dtype} {x.shape}"
+            )
+    if k.shape[:-1] != v.shape[:-1] or k.shape[:-3] != q.shape[:-3] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            "q, k and v must be [*B, T, H, D], [*B, S, K, D] and [*B, S, K, E], "
+            f"got {q.shape}, {k.shape} and {v.shape}"
+        )
+    H, K = q.shape[-2], k.shape[-2]
+    if K == 0 or H % K:
+        raise ValueError(f"k's heads must divide q's, got {K} kv heads for {H}")
