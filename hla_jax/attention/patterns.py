@@ -1,0 +1,434 @@
+"""Sparse attention patterns: which keys each query sees, as tables of blocks.
+
+A `Pattern` is data for `sparse_attention`, which computes its blocks and nothing else. Patterns are
+joined by `|`, and a new one is a few lines: a function from the length to its `Piece`s. In the
+formulas t is the query's position and s the key's; where causal, `sparse_attention` adds s <= t.
+
+A pattern is hashable, so it can be a static argument of `jax.jit`, but it is equal to itself alone:
+build it once, not in every call.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from hla_jax._types import Array
+
+__all__ = [
+    "Pattern",
+    "Piece",
+    "big_bird",
+    "dilated_window",
+    "fixed",
+    "global_tokens",
+    "longformer",
+    "random_blocks",
+    "sliding_window",
+    "strided",
+]
+
+
+class Piece(NamedTuple):
+    """A family of blocks: every query of block n meets every key of block n.
+
+    Each pair (t, s) that `sees` admits lies in exactly one block, but where causal a pair with
+    s > t need not lie in any. The first axis of the tables, A, is 1, or H where heads differ.
+
+    Attributes:
+      queries: [A, N, M], positions known while tracing, each at most once for each a; -1 is none.
+      keys: [A, N, L], positions; -1 is none.
+      sees: (t, s) -> whether the pair is in the piece, elementwise on positions that broadcast
+        against each other and whose first axis is A, or 1.
+    """
+
+    queries: Int[np.ndarray, "A N M"]
+    keys: Int[Array, "A N L"]
+    sees: Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which keys each query sees; `a | b` sees what a or b sees.
+
+    Attributes:
+      pieces: (length, causal) -> the pieces whose union the pattern is. They may overlap.
+      relative: whether the distance t - s alone decides. Then a packed segment, or a row padded on
+        the left, sees what it would see alone.
+
+    Example:
+      >>> print(sliding_window(2).mask(4, causal=True)[0].astype(int))
+      [[1 0 0 0]
+       [1 1 0 0]
+       [0 1 1 0]
+       [0 0 1 1]]
+    """
+
+    pieces: Callable[[int, bool], tuple[Piece, ...]]
+    relative: bool = False
+
+    def __or__(self, other: "Pattern") -> "Pattern":
+        def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
+            return self.pieces(length, causal) + other.pieces(length, causal)
+
+        return Pattern(pieces, relative=self.relative and other.relative)
+
+    def mask(self, length: int, *, causal: bool) -> Bool[jax.Array, "A T T"]:
+        """Returns the dense mask, [A, T, T] for T = length: for tests and pictures."""
+        t, s = jnp.arange(length)[None, :, None], jnp.arange(length)[None, None, :]
+        seen = (piece.sees(t, s) for piece in self.pieces(length, causal))
+        either = functools.reduce(jnp.logical_or, seen, jnp.zeros((1, length, length), bool))
+        return either & (s <= t) if causal else either
+
+
+def sliding_window(window: int) -> Pattern:
+    """The nearest tokens: |t - s| < window.
+
+    Where causal, these are the last `window` tokens, t included; otherwise 2 window - 1 tokens.
+    Cost: O(T window) time and memory.
+
+    Source: Longformer (Beltagy et al. 2020, arXiv 2004.05150), section 3.1. Its w counts the
+    tokens of both sides together, about 2 window.
+
+    Args:
+      window: at least 1; larger than T is the same as T.
+
+    Raises:
+      ValueError: window is not an int of at least 1.
+
+    Example:
+      >>> print(sliding_window(3).mask(8, causal=True)[0, 6].nonzero()[0])
+      [4 5 6]
+    """
+    return dilated_window(window, 1)
+
+
+def dilated_window(window: int, dilation: int) -> Pattern:
+    """A window with gaps: |t - s| < window dilation and (t - s) % dilation == 0.
+
+    It reaches `dilation` times as far as a sliding window for the same cost, O(T window) time and
+    memory.
+
+    Source: Longformer (Beltagy et al. 2020, arXiv 2004.05150), section 3.1.
+
+    Args:
+      window: tokens seen to the left, t included; at least 1.
+      dilation: distance between them, at least 1.
+
+    Raises:
+      ValueError: window or dilation is not an int of at least 1.
+
+    Example:
+      >>> print(dilated_window(3, 2).mask(8, causal=True)[0, 6].nonzero()[0])
+      [2 4 6]
+    """
+    _check_int("window", window)
+    _check_int("dilation", dilation)
+
+    def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
+        # The tokens of one residue class, t = step i + residue, see a plain window of i.
+        step = _at_most(dilation, length)
+        count = -(-length // step)
+        reach = _at_most(window, count)
+        # Small enough to waste little, large enough for matmuls.
+        block = _at_most(min(max(reach, 16), 128), count)
+        residues = np.arange(step)[:, None, None]
+        starts = np.arange(0, count, block)[:, None]
+
+        def table(first: int, end: int) -> Int[np.ndarray, "1 N M"]:
+            positions = (starts + np.arange(first, end)) * step + residues
+            return _table(positions.reshape(-1, end - first), length)
+
+        return (
+            Piece(
+                table(0, block),
+                table(1 - reach, block if causal else block + reach - 1),
+                lambda t, s: (abs(t - s) < reach * step) & ((t - s) % step == 0),
+            ),
+        )
+
+    return Pattern(pieces, relative=True)
+
+
+def global_tokens(positions: Sequence[int]) -> Pattern:
+    """A few tokens that every token sees and that see every token.
+
+    Cost: O(T G) time and memory for G positions.
+
+    Source: Longformer (Beltagy et al. 2020, arXiv 2004.05150), section 3.1.
+
+    Args:
+      positions: ints of at least 0; those of at least T are ignored.
+
+    Raises:
+      ValueError: positions is not a sequence, or one of them not an int of at least 0.
+
+    Example:
+      >>> print(global_tokens([1]).mask(4, causal=False)[0].astype(int))
+      [[0 1 0 0]
+       [1 1 1 1]
+       [0 1 0 0]
+       [0 1 0 0]]
+    """
+    if not isinstance(positions, Sequence | np.ndarray):
+        raise ValueError(f"positions must be a sequence of ints, got {positions!r}")
+    positions = tuple(positions)
+    for position in positions:
+        _check_int("positions", position, least=0)
+
+    def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
+        every = np.arange(length, dtype=np.int32)
+        few = every[np.isin(every, positions)]
+
+        def is_global(t: Any) -> Any:
+            return (t[..., None] == few).any(-1)
+
+        return (
+            Piece(every[None, None], few[None, None], lambda t, s: is_global(s)),
+            Piece(few[None, None], every[None, None], lambda t, s: is_global(t)),
+        )
+
+    return Pattern(pieces, relative=not everywhere)
+
+
+def strided(stride: int) -> Pattern:
+    """The nearest tokens, and every stride-th token: |t - s| < stride or (t - s) % stride == 0.
+
+    Cost: O(T (stride + T / stride)) time and memory; O(T sqrt(T)) for a stride near sqrt(T).
+
+    Source: Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, where one head
+    (or each in turn) has one half; here a head has both.
+
+    Args:
+      stride: at least 1.
+
+    Raises:
+      ValueError: stride is not an int of at least 1.
+
+    Example:
+      >>> print(strided(3).mask(8, causal=True)[0, 7].nonzero()[0])
+      [1 4 5 6 7]
+    """
+    _check_int("stride", stride)
+
+    def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
+        step = _at_most(stride, length)
+        classes = _blocks(length, step).swapaxes(1, 2)
+        return (Piece(classes, classes, lambda t, s: (t - s) % step == 0),)
+
+    return sliding_window(stride) | Pattern(pieces, relative=True)
+
+
+def fixed(stride: int, summary: int = 1) -> Pattern:
+    """One's own block, and the last tokens of every block.
+
+    floor(t / stride) == floor(s / stride), or s % stride >= stride - summary.
+
+    Cost: O(T (stride + summary T / stride)) time and memory; O(T sqrt(T)) for a stride near
+    sqrt(T).
+
+    Source: Sparse Transformers (Child et al. 2019, arXiv 1904.10509), section 4.3, where the
+    parameters are called l and c, and one head (or each in turn) has one half; here a head has
+    both.
+
+    Args:
+      stride: size of a block, at least 1.
+      summary: how many tokens at the end of a block all later tokens see (all tokens, where not
+        causal), from 1 to stride.
+
+    Raises:
+      ValueError: stride or summary is not an int in its range.
+
+    Example:
+      >>> print(fixed(3).mask(8, causal=True)[0, 7].nonzero()[0])
+      [2 5 6 7]
+    """
+    _check_int("stride", stride)
+    _check_int("summary", summary, most=stride)
+
+    def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
+        size = _at_most(stride, length)
+        blocks, every = _blocks(length, size), np.arange(length, dtype=np.int32)
+
+        def is_summary(s: Any) -> Any:
+            return s % size >= size - summary
+
+        return (
+            Piece(blocks, blocks, lambda t, s: t // size == s // size),
+            Piece(
+                every[None, None], every[is_summary(every)][None, None], lambda t, s: is_summary(s)
+            ),
+        )
+
+    return Pattern(pieces)
+
+
+def random_blocks(
+    key: jax.Array, *, num_blocks: int, block_size: int, num_heads: int = 1
+) -> Pattern:
+    """Each block of queries sees some blocks of keys, drawn once under the caller's key.
+
+    The same key gives the same blocks, traced or not. Where causal, a block draws from those up to
+    its own, and the draw does not depend on T: a longer sequence keeps the blocks of a shorter one.
+    Otherwise it draws from all ceil(T / block_size).
+
+    Cost: O(T num_blocks block_size) time and memory.
+
+    Source: Big Bird (Zaheer et al. 2020, arXiv 2007.14062), section 2 and appendix D.
+
+    Args:
+      key: a JAX random key, traced or not.
+      num_blocks: distinct blocks of keys that a block of queries sees (all, if there are fewer).
+      block_size: tokens in a block, of queries or keys.
+      num_heads: 1 if heads share the blocks, or q's number of heads H if each has its own.
+
+    Raises:
+      ValueError: a number is not an int of at least 1, or key is no random key.
+
+    Example:
+      >>> import jax
+      >>> pattern = random_blocks(jax.random.key(0), num_blocks=1, block_size=2)
+      >>> print(pattern.mask(8, causal=True)[0, ::2, ::2].sum(-1))
+      [1 1 1 1]
+    """
+    _check_int("num_blocks", num_blocks)
+    _check_int("block_size", block_size)
+    _check_int("num_heads", num_heads)
+    try:
+        jax.random.fold_in(key, 0)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"key must be one JAX random key, got {key!r}") from error
+
+    def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
+        size = _at_most(block_size, length)
+        queries = _blocks(length, size)
+        total = queries.shape[1]
+        shape = num_heads, min(num_blocks, total)
+
+        def choose(row: jax.Array) -> jax.Array:
+            return _distinct(jax.random.fold_in(key, row), row + 1 if causal else total, shape)
+
+        chosen = jax.vmap(choose, out_axes=1)(jnp.arange(total, dtype=jnp.int32))
+        keys = chosen[..., None] * size + np.arange(size, dtype=np.int32)
+        keys = jnp.where((chosen[..., None] >= 0) & (keys < length), keys, -1)
+
+        def sees(t: Any, s: Any) -> Any:
+            heads = np.arange(num_heads).reshape(-1, *[1] * (t.ndim - 1))
+            return (chosen[heads, t // size] == (s // size)[..., None]).any(-1)
+
+        return (
+            Piece(
+                np.broadcast_to(queries, (num_heads, *queries.shape[1:])),
+                keys.reshape(num_heads, total, shape[1] * size),
+                sees,
+            ),
+        )
+
+    return Pattern(pieces)
+
+
+def longformer(window: int, global_positions: Sequence[int] = (), dilation: int = 1) -> Pattern:
+    """Longformer's pattern: a (dilated) window and global tokens.
+
+    Cost: O(T (window + G)) time and memory for G global positions.
+
+    Source: Longformer (Beltagy et al. 2020, arXiv 2004.05150), section 3.1.
+
+    Args:
+      window: as in `dilated_window`.
+      global_positions: as in `global_tokens`.
+      dilation: as in `dilated_window`.
+
+    Raises:
+      ValueError: as in those.
+
+    Example:
+      >>> print(longformer(2, [0]).mask(8, causal=True)[0, 6].nonzero()[0])
+      [0 5 6]
+    """
+    return dilated_window(window, dilation) | global_tokens(global_positions)
+
+
+def big_bird(
+    key: jax.Array,
+    *,
+    window: int,
+    num_random: int,
+    global_positions: Sequence[int],
+    block_size: int,
+    num_heads: int = 1,
+) -> Pattern:
+    """Big Bird's pattern: a window, global tokens and random blocks.
+
+    Cost: O(T (window + G + num_random block_size)) time and memory for G global positions.
+
+    Source: Big Bird (Zaheer et al. 2020, arXiv 2007.14062), section 2.
+
+    Args:
+      key: a JAX random key, as in `random_blocks`.
+      window: as in `sliding_window`; counted in tokens, not in blocks.
+      num_random: `num_blocks` of `random_blocks`.
+      global_positions: as in `global_tokens`.
+      block_size: as in `random_blocks`.
+      num_heads: as in `random_blocks`.
+
+    Raises:
+      ValueError: as in those.
+
+    Example:
+      >>> import jax
+      >>> pattern = big_bird(
+      ...     jax.random.key(0), window=2, num_random=1, global_positions=[0], block_size=2
+      ... )
+      >>> print(pattern.mask(4, causal=False)[0, 0])
+      [ True  True  True  True]
+    """
+    random = random_blocks(key, num_blocks=num_random, block_size=block_size, num_heads=num_heads)
+    return sliding_window(window) | global_tokens(global_positions) | random
+
+
+def _table(positions: Int[np.ndarray, "N M"], length: int) -> Int[np.ndarray, "1 N M"]:
+    inside = (positions >= 0) & (positions < length)
+    return np.where(inside, positions, -1).astype(np.int32)[None]
+
+
+def _blocks(length: int, size: int) -> Int[np.ndarray, "1 N M"]:
+    """Consecutive blocks, the last one filled up with -1."""
+    count = -(-length // size)
+    return _table(np.arange(count * size).reshape(count, size), length)
+
+
+def _at_most(size: int, length: int) -> int:
+    """A size as large as the sequence says the same as any larger one; never 0."""
+    return min(size, max(length, 1))
+
+
+def _distinct(
+    key: jax.Array, n: int | Int[jax.Array, ""], shape: tuple[int, int]
+) -> Int[jax.Array, "heads count"]:
+    """Draws distinct numbers below n for each head; -1 takes the place of those beyond n.
+
+    Floyd's method: for each j of the last `count` numbers below n in turn, a draw from 0..j, or j
+    itself if that was drawn before.
+    """
+    count = shape[1]
+    tops = n - count + jnp.arange(count, dtype=jnp.int32)
+    draws = jax.random.randint(key, shape, 0, jnp.maximum(tops, 0) + 1, jnp.int32)
+    chosen = jnp.full(shape, -1, jnp.int32)
+    for i in range(count):
+        taken = (chosen == draws[:, i, None]).any(-1)
+        pick = jnp.where(taken, tops[i], draws[:, i])
+        chosen = chosen.at[:, i].set(jnp.where(tops[i] < 0, -1, pick))
+    return chosen
+
+
+def _check_int(name: str, x: Any, *, least: int = 1, most: int | None = None) -> None:
+    is_int = isinstance(x, int | np.integer) and not isinstance(x, bool)
+    if not is_int or x < least or (most is not None and x > most):
+        wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be an int {wanted}, got {x!r}")
