@@ -121,12 +121,8 @@ def _linear(x: Operands, options: Options) -> Results:
             y = _batched.forward(x, starts=starts, **options.of_kernels())
         case "serial":
             y = _plain.serial(x, **options.mathematical())
-        case "quadratic":
+        case _:  # "quadratic"
             y = _plain.quadratic(x, **options.mathematical())
-        case name:
-            raise ValueError(
-                f"implementation must be None or one of {IMPLEMENTATIONS}, got {name!r}"
-            )
     return y._replace(o=y.o.astype(options.out_dtype or x.P.dtype))
 
 

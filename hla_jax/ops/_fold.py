@@ -128,6 +128,9 @@ def fold(
     check_flag("normalize", normalize)
     if chunk_size is not None and not (type(chunk_size) is int and chunk_size >= 1):
         raise ValueError(f"chunk_size must be None or an int >= 1, got {chunk_size!r}")
+    if implementation not in (None, *kernels.IMPLEMENTATIONS):
+        names = kernels.IMPLEMENTATIONS
+        raise ValueError(f"implementation must be None or one of {names}, got {implementation!r}")
 
     dtype = jnp.dtype(jnp.float32)
     arrays = [x for x in (q, k, v, *jax.tree.leaves(initial_state)) if hasattr(x, "dtype")]
