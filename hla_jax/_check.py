@@ -1,5 +1,6 @@
 """Checks of arguments: a ValueError names the argument, what came and what is wanted."""
 
+import operator
 from typing import Any
 
 import jax
@@ -35,6 +36,36 @@ def array(name: str, x: Any) -> jax.Array:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be an array, got {x!r}") from error
+
+
+def checked_int(name: str, x: Any, low: int = 1, high: int | None = None) -> int:
+    """Returns x as a Python int if it is one, known while tracing, from low to high."""
+    try:
+        n = None if isinstance(x, bool | np.bool_) else operator.index(x)
+    except TypeError:
+        n = None
+    if n is None or n < low or (high is not None and n > high):
+        wanted = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name} must be an integer {wanted}, got {x!r}")
+    return n
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raises unless each size is an integer of at least 1."""
+    for name, size in sizes.items():
+        checked_int(name, size)
+
+
+def checked_key(name: str, key: Any) -> jax.Array:
+    """Returns a PRNG key, new or old style, if it is one."""
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    key = key if typed else array(name, key)
+    if key.ndim != (0 if typed else 1) or not (typed or key.dtype == jnp.uint32):
+        raise ValueError(
+            f"{name} must be one PRNG key, as from jax.random.key(0), got {key.dtype} of shape "
+            f"{key.shape}"
+        )
+    return key
 
 
 def check_number(name: str, x: Any) -> None:

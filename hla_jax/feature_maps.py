@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
 
+from hla_jax._check import check_sizes
 from hla_jax._types import Array
 
 __all__ = [
@@ -289,9 +290,7 @@ def favor_plus(
       0.2
       0.03
     """
-    for name, size in (("width", width), ("num_features", num_features)):
-        if not (type(size) is int and size >= 1):
-            raise ValueError(f"{name} must be an int >= 1, got {size!r}")
+    check_sizes(width=width, num_features=num_features)
     if kind not in get_args(FavorKind):
         raise ValueError(f"kind must be one of {get_args(FavorKind)}, got {kind!r}")
     directions, norms = jax.random.split(key)

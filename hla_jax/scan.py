@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hla_jax._check import check_sizes
+
 Element: TypeAlias = Any  # a pytree of arrays
 Tokens: TypeAlias = Sequence[Any]  # arrays with one leading axis T in common
 
@@ -139,9 +141,7 @@ def chunked(
       >>> out.ravel().tolist(), final.E.item()
       ([1.0, 3.0, 6.0], 6.0)
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-
+    check_sizes(chunk_size=chunk_size)
     return _run(partial(_chunked, chunk_size=chunk_size), m, tokens, initial, reverse, read)
 
 

@@ -1,13 +1,16 @@
 """What the attention functions share: the checks of their arguments, and who may see whom."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Int
 
-from hla_jax._check import checked_or_none
+from hla_jax._check import array, check_flag, check_number, checked_or_none
 from hla_jax._segments import segment_numbers
+from hla_jax._sharding import left_to_the_compiler
 from hla_jax._types import Keys, Mask, Queries, SegmentIds, Values
 
 
@@ -42,7 +45,8 @@ def prepare(
       ValueError: an argument has a wrong shape or dtype, or T != S for causal attention or
         segments; the message names it.
     """
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    check_flag("causal", causal)
+    q, k, v = array("q", q), array("k", k), array("v", v)
     _check(q, k, v)
     batch, T, S = q.shape[:-3], q.shape[-3], k.shape[-3]
     if (causal or segment_ids is not None) and T != S:
@@ -62,6 +66,21 @@ def prepare(
             queries = jnp.where(mask, queries, -2)
             q = jnp.where(mask[..., None, None], q, 0)
     return Inputs(q, k, v, queries, keys)
+
+
+def logit_scale(scale: Any, width: int) -> Any:
+    """Returns what multiplies the products of queries and keys: D^(-1/2) where none is given."""
+    if scale is None:
+        return max(width, 1) ** -0.5
+    check_number("scale", scale)
+    return scale
+
+
+def lying_as_queries(run: Callable[[Any], jax.Array], tokens: Any, q: jax.Array) -> jax.Array:
+    """Returns the outputs run(tokens), which lie on explicit mesh axes as q does."""
+    return left_to_the_compiler(
+        run, tokens, lambda: PartitionSpec(*jax.typeof(q).sharding.spec[:-1], None)
+    )
 
 
 def visible_keys(inputs: Inputs, *, causal: bool) -> Bool[jax.Array, "*B T S"]:

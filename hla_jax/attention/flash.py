@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
+from hla_jax._check import checked_int
+from hla_jax._sharding import left_to_the_compiler, vary_like
 from hla_jax._types import Keys, Mask, Outputs, Queries, SegmentIds, Values
-from hla_jax.attention._inputs import Inputs, prepare
-from hla_jax.kernels._layout import vary_like
+from hla_jax.attention._inputs import Inputs, logit_scale, prepare
 
 # Measured on a CPU: larger tiles leave its cache, smaller ones are slow products.
 BLOCK_SIZE = 256
@@ -84,12 +84,14 @@ def flash_attention(
       >>> q = k = jnp.zeros((3, 1, 4))
       >>> v = jnp.array([2.0, 4.0, 9.0]).reshape(3, 1, 1)
       >>> out, lse = flash_attention(q, k, v)
-      >>> print(out.ravel(), jnp.exp(lse).ravel())
-      [2. 3. 5.] [1. 2. 3.]
+      >>> print(out.ravel())
+      [2. 3. 5.]
+      >>> print(jnp.exp(lse).ravel())
+      [1. 2. 3.]
     """
     inputs = prepare(q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
-    scale = inputs.q.shape[-1] ** -0.5 if scale is None else _number(scale)
-    block_size = _positive(block_size)
+    scale = _known(logit_scale(scale, inputs.q.shape[-1]))
+    block_size = checked_int("block_size", block_size)
     if implementation not in (None, "xla", *_LIBRARIES):
         raise ValueError(
             f'implementation must be None, "xla", "cudnn" or "tokamax", got {implementation!r}'
@@ -102,18 +104,14 @@ def flash_attention(
             )
         out = _by_library(implementation, inputs, causal, scale)
     run = partial(_in_blocks, causal=causal, scale=scale, block_size=block_size)
-    in_blocks, lse = _on_explicit_axes(run, inputs)
+    in_blocks, lse = left_to_the_compiler(run, inputs, lambda: _specs(inputs.q))
     return in_blocks if out is None else out, lse
 
 
-def _on_explicit_axes(run: Callable, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Runs it; on explicit mesh axes the compiler is left to shard the inside."""
-    if not any(axis for x in inputs for axis in jax.typeof(x).sharding.spec):
-        return run(inputs)
-    mesh, spec = jax.typeof(inputs.q).sharding.mesh, jax.typeof(inputs.q).sharding.spec[:-1]
-    with jax.sharding.use_abstract_mesh(mesh):
-        out_sharding = PartitionSpec(*spec, None), PartitionSpec(*spec)
-        return jax.sharding.auto_axes(run, out_sharding=out_sharding)(inputs)
+def _specs(q: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:
+    """How outputs and lse lie on explicit mesh axes: as q does."""
+    spec = jax.typeof(q).sharding.spec[:-1]
+    return PartitionSpec(*spec, None), PartitionSpec(*spec)
 
 
 def _in_blocks(
@@ -299,14 +297,7 @@ _FUSED = ("mosaic", "triton")
 _LIBRARIES: dict[str, Callable[..., jax.Array]] = {"cudnn": _cudnn, "tokamax": _tokamax}
 
 
-def _number(scale: Any) -> float:
-    try:
-        return float(scale)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"scale must be a number known while tracing, got {scale!r}") from error
-
-
-def _positive(block_size: Any) -> int:
-    if not isinstance(block_size, int | np.integer) or block_size < 1:
-        raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
-    return int(block_size)
+def _known(scale: Any) -> float:
+    if isinstance(scale, jax.core.Tracer):
+        raise ValueError(f"scale must be known while tracing, got {scale!r}")
+    return float(scale)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from hla_jax._check import check_sizes
 from hla_jax._types import Array, Keys, Mask, Outputs, Queries, Values
-from hla_jax.attention._inputs import prepare
+from hla_jax.attention._inputs import logit_scale, prepare
 
 # [n, N], or [K, n, N]; N may differ between keys and values.
 Projection: TypeAlias = Float[Array, "... n _"]
@@ -79,7 +80,7 @@ def linformer_attention(
     *batch, T, H, D = inputs.q.shape
     queries = inputs.q.astype(keys.dtype).reshape(*batch, T, K, H // K, D)
     logits = jnp.einsum("...tkgd,...nkd->...kgtn", queries, keys)
-    weights = jax.nn.softmax(logits * (D**-0.5 if scale is None else scale), axis=-1)
+    weights = jax.nn.softmax(logits * jnp.asarray(logit_scale(scale, D), logits.dtype), axis=-1)
     out = jnp.einsum("...kgtn,...nke->...tkge", weights, values)
     return out.reshape(*batch, T, H, inputs.v.shape[-1]).astype(inputs.v.dtype)
 
@@ -114,9 +115,7 @@ def linformer_projection(
       >>> print((e**2).sum(0).mean().round(1))
       1.0
     """
-    for name, size in (("n", n), ("N", N)):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a positive int, got {size!r}")
+    check_sizes(n=n, N=N)
     return jax.random.normal(key, (n, N), dtype) * n**-0.5
 
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
+from hla_jax._check import check_flag, check_sizes, checked_key
 from hla_jax._types import Array, Mask, Outputs, Queries, SegmentIds, Values
-from hla_jax.attention._inputs import prepare
+from hla_jax.attention._inputs import logit_scale, lying_as_queries, prepare
 from hla_jax.attention.softmax import attend
 
 # A token's logit for itself: below every other logit, and finite, so that it counts when alone.
@@ -80,33 +81,49 @@ def lsh_attention(
     """
     qk, v = jnp.asarray(qk), jnp.asarray(v)
     _check_tokens(qk, v)
-    _check_counts(num_rounds=num_rounds, chunk_size=chunk_size)
+    check_sizes(chunk_size=chunk_size)
+    check_flag("causal", causal)
     (*batch, T, H, D), (K, E) = qk.shape, v.shape[-2:]
     # A token asks and answers, so that the mask speaks of queries too, causal or not.
     inputs = prepare(qk, qk[..., :K, :], v, causal=True, mask=mask, segment_ids=segment_ids)
-    buckets = lsh_buckets(inputs.q, key, num_buckets, num_rounds)
-    if T == 0:
+    scale = logit_scale(scale, D)
+    _check_hashes(key, num_buckets, num_rounds)
+    if 0 in (*batch, T):
         return jnp.zeros((*batch, T, H, E), v.dtype)
-    dtype = jnp.promote_types(jnp.result_type(qk, v), jnp.float32)
-    q = inputs.q.astype(dtype)
+
+    def run(tokens: tuple[jax.Array, jax.Array, jax.Array]) -> Float[jax.Array, "*B T H E"]:
+        qk, v, labels = tokens
+        dtype = jnp.result_type(qk, v, jnp.float32)
+        q, buckets = qk.astype(dtype), lsh_buckets(qk, key, num_buckets, num_rounds)
+        heads = q * jnp.asarray(scale, dtype), _unit(q), v.astype(dtype), buckets
+        out = _all_heads(*heads, labels, size=min(chunk_size, T), causal=causal)
+        return out.astype(v.dtype)
+
+    return lying_as_queries(run, (inputs.q, inputs.v, inputs.key_labels), inputs.q)
+
+
+def _all_heads(
+    q: Float[jax.Array, "*B T H D"],
+    k: Float[jax.Array, "*B T H D"],
+    v: Float[jax.Array, "*B T K E"],
+    buckets: Int[jax.Array, "*B T H R"],
+    labels: Int[jax.Array, "*B T"],
+    *,
+    size: int,
+    causal: bool,
+) -> Float[jax.Array, "*B T H E"]:
+    *batch, T, K, E = v.shape
 
     def by_head(x: jax.Array) -> jax.Array:  # [*B, T, H or K, ...] -> [*B, K, H // K or 1, T, ...]
-        heads = (K, x.shape[len(batch) + 1] // K)
-        x = x.reshape(*batch, T, *heads, x.shape[-1])
+        x = x.reshape(*batch, T, K, x.shape[-2] // K, x.shape[-1])
         return jnp.moveaxis(x, len(batch), -2)
 
     one_head = jnp.vectorize(
-        partial(_one_head, size=min(chunk_size, T), causal=causal),
+        partial(_one_head, size=size, causal=causal),
         signature="(t,d),(t,d),(t,e),(t,r),(t)->(t,e)",
     )
-    out = one_head(
-        by_head(q * (D**-0.5 if scale is None else scale)),
-        by_head(_unit(q)),
-        by_head(inputs.v.astype(dtype)),
-        by_head(buckets),
-        inputs.key_labels[..., None, None, :],
-    )
-    return jnp.moveaxis(out, -2, len(batch)).reshape(*batch, T, H, E).astype(v.dtype)
+    out = one_head(*map(by_head, (q, k, v, buckets)), labels[..., None, None, :])
+    return jnp.moveaxis(out, -2, len(batch)).reshape(*batch, T, -1, E)
 
 
 def lsh_buckets(
@@ -140,9 +157,7 @@ def lsh_buckets(
       >>> print(lsh_buckets(x, jax.random.key(0), num_buckets=2, num_rounds=1).ravel())
       [0 0 1]
     """
-    _check_counts(num_rounds=num_rounds, num_buckets=num_buckets)
-    if num_buckets % 2:
-        raise ValueError(f"num_buckets must be even, got {num_buckets}")
+    key = _check_hashes(key, num_buckets, num_rounds)
     qk = jnp.asarray(qk)
     H, D = qk.shape[-2:]
     rotations = jax.random.normal(key, (H, num_rounds, D, num_buckets // 2), jnp.float32)
@@ -150,6 +165,13 @@ def lsh_buckets(
     # A bucket is a decision, which the rounding of the products should not turn.
     x = jnp.einsum("...thd,hrdn->...thrn", x, rotations, precision=lax.Precision.HIGHEST)
     return lax.argmax(jnp.concatenate([x, -x], axis=-1), x.ndim - 1, jnp.int32)
+
+
+def _check_hashes(key: jax.Array, num_buckets: int, num_rounds: int) -> jax.Array:
+    check_sizes(num_rounds=num_rounds, num_buckets=num_buckets)
+    if num_buckets % 2:
+        raise ValueError(f"num_buckets must be even, got {num_buckets}")
+    return checked_key("key", key)
 
 
 def lsh_decode(
@@ -297,9 +319,3 @@ def _check_tokens(qk: jax.Array, v: jax.Array) -> None:
             "qk and v must be floating, [*B, T, H, D] and [*B, T, K, E] with K a divisor of H, "
             f"got {qk.dtype} {qk.shape} and {v.dtype} {v.shape}"
         )
-
-
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be a positive int, got {count!r}")

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
+from hla_jax._check import check_sizes, checked_int, checked_key
 from hla_jax._types import Array
 
 __all__ = [
@@ -57,7 +58,9 @@ class Pattern:
     """Which keys each query sees; `a | b` sees what a or b sees.
 
     Attributes:
-      pieces: (length, causal) -> the pieces whose union the pattern is. They may overlap.
+      pieces: (length, causal) -> the pieces whose union the pattern is. They may overlap. Where
+        causal, what a token sees must not depend on the length: a decoding step asks with that of
+        its cache.
       relative: whether the distance t - s alone decides. Then a packed segment, or a row padded on
         the left, sees what it would see alone.
 
@@ -81,9 +84,14 @@ class Pattern:
     def mask(self, length: int, *, causal: bool) -> Bool[jax.Array, "A T T"]:
         """Returns the dense mask, [A, T, T] for T = length: for tests and pictures."""
         t, s = jnp.arange(length)[None, :, None], jnp.arange(length)[None, None, :]
-        seen = (piece.sees(t, s) for piece in self.pieces(length, causal))
-        either = functools.reduce(jnp.logical_or, seen, jnp.zeros((1, length, length), bool))
-        return either & (s <= t) if causal else either
+        return self.sees(t, s, length, causal=causal)
+
+    def sees(self, t: Any, s: Any, length: int, *, causal: bool) -> Any:
+        """Tells which pairs are seen in a row of so many tokens, as `Piece.sees` does."""
+        pairs = (piece.sees(t, s) for piece in self.pieces(length, causal))
+        none = jnp.zeros(jnp.broadcast_shapes(t.shape, s.shape), bool)
+        seen = functools.reduce(jnp.logical_or, pairs, none)
+        return seen & (s <= t) if causal else seen
 
 
 def sliding_window(window: int) -> Pattern:
@@ -127,8 +135,7 @@ def dilated_window(window: int, dilation: int) -> Pattern:
       >>> print(dilated_window(3, 2).mask(8, causal=True)[0, 6].nonzero()[0])
       [2 4 6]
     """
-    _check_int("window", window)
-    _check_int("dilation", dilation)
+    check_sizes(window=window, dilation=dilation)
 
     def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
         # The tokens of one residue class, t = step i + residue, see a plain window of i.
@@ -179,7 +186,7 @@ def global_tokens(positions: Sequence[int]) -> Pattern:
         raise ValueError(f"positions must be a sequence of ints, got {positions!r}")
     positions = tuple(positions)
     for position in positions:
-        _check_int("positions", position, least=0)
+        checked_int("positions", position, 0)
 
     def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
         every = np.arange(length, dtype=np.int32)
@@ -193,7 +200,7 @@ def global_tokens(positions: Sequence[int]) -> Pattern:
             Piece(few[None, None], every[None, None], lambda t, s: is_global(t)),
         )
 
-    return Pattern(pieces, relative=not everywhere)
+    return Pattern(pieces, relative=not positions)
 
 
 def strided(stride: int) -> Pattern:
@@ -214,7 +221,7 @@ def strided(stride: int) -> Pattern:
       >>> print(strided(3).mask(8, causal=True)[0, 7].nonzero()[0])
       [1 4 5 6 7]
     """
-    _check_int("stride", stride)
+    check_sizes(stride=stride)
 
     def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
         step = _at_most(stride, length)
@@ -248,8 +255,8 @@ def fixed(stride: int, summary: int = 1) -> Pattern:
       >>> print(fixed(3).mask(8, causal=True)[0, 7].nonzero()[0])
       [2 5 6 7]
     """
-    _check_int("stride", stride)
-    _check_int("summary", summary, most=stride)
+    check_sizes(stride=stride)
+    checked_int("summary", summary, 1, stride)
 
     def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
         size = _at_most(stride, length)
@@ -296,13 +303,8 @@ def random_blocks(
       >>> print(pattern.mask(8, causal=True)[0, ::2, ::2].sum(-1))
       [1 1 1 1]
     """
-    _check_int("num_blocks", num_blocks)
-    _check_int("block_size", block_size)
-    _check_int("num_heads", num_heads)
-    try:
-        jax.random.fold_in(key, 0)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"key must be one JAX random key, got {key!r}") from error
+    check_sizes(num_blocks=num_blocks, block_size=block_size, num_heads=num_heads)
+    key = checked_key("key", key)
 
     def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
         size = _at_most(block_size, length)
@@ -425,10 +427,3 @@ def _distinct(
         pick = jnp.where(taken, tops[i], draws[:, i])
         chosen = chosen.at[:, i].set(jnp.where(tops[i] < 0, -1, pick))
     return chosen
-
-
-def _check_int(name: str, x: Any, *, least: int = 1, most: int | None = None) -> None:
-    is_int = isinstance(x, int | np.integer) and not isinstance(x, bool)
-    if not is_int or x < least or (most is not None and x > most):
-        wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} must be an int {wanted}, got {x!r}")

@@ -1,11 +1,14 @@
 """Softmax attention, with the conventions of this library for padding, packing and head groups."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
+from hla_jax._check import checked
 from hla_jax._types import Array, Keys, Mask, Outputs, Queries, SegmentIds, Values
-from hla_jax.attention._inputs import prepare, visible_keys
+from hla_jax.attention._inputs import logit_scale, prepare, visible_keys
 
 
 def softmax_attention(
@@ -75,9 +78,9 @@ def attend(
     out_dtype = v.dtype
     if 0 in (*batch, T, S):
         return jnp.zeros((*batch, T, H, E), out_dtype)
-    scale = D**-0.5 if scale is None else scale
+    scale = logit_scale(scale, D)
     if bias is not None:
-        bias = jnp.broadcast_to(bias, (*batch, H, T, S)).reshape(-1, H, T, S)
+        bias = _checked_bias(bias, (*batch, H, T, S)).reshape(-1, H, T, S)
     if visible.ndim == q.ndim - 1:
         visible = visible[..., None, :, :]
     dtype = jnp.result_type(q, k, v)
@@ -86,6 +89,16 @@ def attend(
     out = (_in_float64 if dtype == jnp.float64 else _in_jax)(q, k, v, bias, seen, scale)
     out = out.reshape(*batch, T, H, E).astype(out_dtype)
     return jnp.where(visible.any(-1).swapaxes(-1, -2)[..., None], out, 0)
+
+
+def _checked_bias(bias: Any, shape: tuple[int, ...]) -> jax.Array:
+    bias = checked("bias", bias, None, jnp.floating)
+    try:
+        return jnp.broadcast_to(bias, shape)
+    except ValueError as error:
+        raise ValueError(
+            f"bias must broadcast to [*B, H, T, S] = {shape}, got {bias.shape}"
+        ) from error
 
 
 def _in_jax(

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from hla_jax._check import check_flag
 from hla_jax._types import Keys, Mask, Outputs, Queries, SegmentIds, Values
-from hla_jax.attention._inputs import Inputs, prepare
+from hla_jax.attention._inputs import Inputs, logit_scale, lying_as_queries, prepare
 from hla_jax.attention.patterns import Pattern, Piece
 
 
@@ -70,29 +69,35 @@ def sparse_attention(
       >>> print(sparse_attention(q, k, v, sliding_window(2)).ravel())
       [2.  3.  6.5 5. ]
     """
-    check_flag("causal", causal)
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern must be a Pattern, got {pattern!r}")
     inputs = prepare(q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
     *batch, T, H, D = inputs.q.shape
     S, E = inputs.k.shape[-3], inputs.v.shape[-1]
+    scale = logit_scale(scale, D)
     if T != S:
         raise ValueError(f"q and k must have one length for sparse attention, got {T} and {S}")
-    out_dtype = inputs.v.dtype
     if 0 in (*batch, T):
-        return jnp.zeros((*batch, T, H, E), out_dtype)
+        return jnp.zeros((*batch, T, H, E), inputs.v.dtype)
+    run = functools.partial(_by_pieces, pieces=pattern.pieces(T, causal), causal=causal)
+    dtype = jnp.result_type(*inputs[:3], jnp.float32)
+    q = inputs.q.astype(dtype) * jnp.asarray(scale, dtype)
+    return lying_as_queries(run, inputs._replace(q=q), inputs.q)
 
-    dtype = jnp.promote_types(jnp.result_type(inputs.q, inputs.k, inputs.v), jnp.float32)
-    q, k, v = (x.astype(dtype) for x in (inputs.q, inputs.k, inputs.v))
-    q *= jnp.asarray(D**-0.5 if scale is None else scale, dtype)
-    inputs = inputs._replace(q=q, k=k, v=v)
+
+def _by_pieces(inputs: Inputs, pieces: tuple[Piece, ...], causal: bool) -> jax.Array:
+    """The outputs; q is scaled, and in the dtype to compute in."""
+    q, out_dtype, E = inputs.q, inputs.v.dtype, inputs.v.shape[-1]
+    inputs = inputs._replace(k=inputs.k.astype(q.dtype), v=inputs.v.astype(q.dtype))
     zeros = jnp.zeros_like(q[..., :1])  # of q, so that it is sharded as q is
     nothing = _Sums(
-        jnp.full_like(zeros, jnp.finfo(dtype).min), zeros, jnp.repeat(zeros, E, axis=-1)
+        jnp.full_like(zeros, jnp.finfo(q.dtype).min), zeros, jnp.repeat(zeros, E, axis=-1)
     )
     # Those that heads share come first, so that what earlier ones show fits every later one.
-    pieces = sorted(pattern.pieces(T, causal), key=lambda piece: len(piece.queries))
-    parts = [_attend(inputs, piece, pieces[:i], causal, nothing) for i, piece in enumerate(pieces)]
+    ordered = sorted(pieces, key=lambda piece: len(piece.queries))
+    parts = [
+        _sums_of(inputs, piece, ordered[:i], causal, nothing) for i, piece in enumerate(ordered)
+    ]
     _, mass, out = functools.reduce(_merge, parts, nothing)
     # Both are 0 where nothing was seen; the division is masked for its gradient.
     return (out / jnp.where(mass > 0, mass, 1)).astype(out_dtype)
@@ -112,7 +117,7 @@ def _merge(a: _Sums, b: _Sums) -> _Sums:
     return _Sums(top, of_a * a.mass + of_b * b.mass, of_a * a.out + of_b * b.out)
 
 
-def _attend(
+def _sums_of(
     inputs: Inputs, piece: Piece, earlier: Sequence[Piece], causal: bool, nothing: _Sums
 ) -> _Sums:
     """The sums over one piece, without the pairs that earlier pieces have shown.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from hla_jax._sharding import has_explicit_axes, left_to_the_compiler, vary_like
 from hla_jax.kernels import _batched, _dispatch, _plain
 from hla_jax.kernels._dispatch import Options
 from hla_jax.kernels._layout import (
@@ -15,7 +16,6 @@ from hla_jax.kernels._layout import (
     Operands,
     Results,
     as_cascade,
-    vary_like,
 )
 from hla_jax.kernels._plain import affinities as affinities
 from hla_jax.kernels._plain import repeat_heads as repeat_heads
@@ -78,7 +78,7 @@ def causal_cascade(
     """
     options = Options(implementation, chunk_size, power, False, precision, out_dtype)
     x = Cascade(q, k, v, w, log_decay, S, P, m, F, f)
-    if q.shape[x.token_axis] and not _has_explicit_axes(x) and _dispatch.serves(x, options):
+    if q.shape[x.token_axis] and not has_explicit_axes(x) and _dispatch.serves(x, options):
         return _dispatch.fused(_varying(x), options, _stages)
     return _stages(x, options)
 
@@ -97,11 +97,7 @@ def _stages(x: Cascade, options: Options) -> CascadeResults:
 
 def _sharded(x: Operands, options: Options) -> Results:
     """The primitive, also on explicit mesh axes: there the compiler is left to shard the inside."""
-    run, specs = partial(_linear, options=options), _explicit_specs(x)
-    if specs is None:
-        return run(x)
-    with jax.sharding.use_abstract_mesh(jax.typeof(x.q).sharding.mesh):
-        return jax.sharding.auto_axes(run, out_sharding=specs)(x)
+    return left_to_the_compiler(partial(_linear, options=options), x, lambda: _specs(x))
 
 
 def _linear(x: Operands, options: Options) -> Results:
@@ -135,15 +131,8 @@ def _varying(x):
     return x._replace(v=x.k) if squares else x
 
 
-def _has_explicit_axes(x) -> bool:
-    """Tells whether any operand's type carries a sharding."""
-    return any(axis is not None for a in jax.tree.leaves(x) for axis in jax.typeof(a).sharding.spec)
-
-
-def _explicit_specs(x: Operands) -> Results | None:
-    """Returns the results' shardings where operands' types carry some: outputs lie as q does."""
-    if not _has_explicit_axes(x):
-        return None
+def _specs(x: Operands) -> Results:
+    """Returns how the results lie on explicit mesh axes: outputs as q does."""
     *rows, heads, _ = jax.typeof(x.q).sharding.spec
     # States lie as the operand does that has a head for each of them.
     like = next(a for a in (x.k, x.v, x.q) if a.shape[-2] == x.P.shape[-3])

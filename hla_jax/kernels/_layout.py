@@ -164,16 +164,6 @@ def cast(tree, dtype):
     return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
-def vary_like(tree, like):
-    """Makes `tree` vary over all `shard_map` axes that any array of `like` varies over.
-
-    A loop's carry must have one type from the start, and a cotangent the type of its operand.
-    `zeros_like` is what passes such a type on; the sum with 0 is folded away.
-    """
-    zero = sum((jnp.zeros_like(x, shape=()) for x in jax.tree.leaves(like)), jnp.zeros(()))
-    return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
-
-
 def _over_batch(of_row):
     def run(x: Operands, *ct: Results):
         f = of_row

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hla_jax._sharding import vary_like
 from hla_jax.kernels import _chunk
 from hla_jax.kernels._layout import (
     Operands,
@@ -19,7 +20,6 @@ from hla_jax.kernels._layout import (
     cast,
     per_head,
     per_head_cotangents,
-    vary_like,
 )
 
 # Measured: longer chunks do more work per token (2 c (D + E) FLOPs), shorter ones slower products.

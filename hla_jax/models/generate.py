@@ -1,6 +1,5 @@
 """Text from a language model: one parallel pass over the prompt, then one step a token."""
 
-import operator
 from functools import partial
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
-from hla_jax._check import array, checked, checked_or_none
+from hla_jax._check import checked, checked_int, checked_key, checked_or_none
 from hla_jax._types import Array, Mask
 from hla_jax.models.transformer import TransformerLM
 
@@ -76,11 +75,11 @@ def generate(
     known = not isinstance(prompt, jax.core.Tracer) and not isinstance(mask, jax.core.Tracer)
     if known and jnp.any(mask & ((prompt < 0) | (prompt >= V))):
         raise ValueError(f"prompt must hold tokens in 0..{V - 1}, got others")
-    max_new_tokens = _integer("max_new_tokens", max_new_tokens, 1)
+    max_new_tokens = checked_int("max_new_tokens", max_new_tokens, 1)
     if top_k is not None:
-        top_k = _integer("top_k", top_k, 1, V)
+        top_k = checked_int("top_k", top_k, 1, V)
     if stop_token is not None:
-        stop_token = _integer("stop_token", stop_token, 0, V - 1)
+        stop_token = checked_int("stop_token", stop_token, 0, V - 1)
     T = prompt.shape[1]
     # The last new token is chosen, but not read.
     if model.max_length is not None and T + max_new_tokens - 1 > model.max_length:
@@ -96,7 +95,7 @@ def generate(
         params,
         jnp.pad(prompt, left),
         jnp.pad(mask, left),
-        jax.random.key(0) if key is None else _checked_key(key),
+        jax.random.key(0) if key is None else checked_key("key", key),
         temperature,
         top_p,
         max_new_tokens=max_new_tokens,
@@ -133,9 +132,9 @@ def sample(
       >>> print(sample(jnp.array([0.0, 2.0, 1.0]), jax.random.key(0), top_k=1))
       1
     """
-    key = _checked_key(key)
+    key = checked_key("key", key)
     if top_k is not None:
-        top_k = _integer("top_k", top_k, 1, logits.shape[-1])
+        top_k = checked_int("top_k", top_k, 1, logits.shape[-1])
     if isinstance(top_p, float | int) and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     if isinstance(temperature, float | int) and not temperature >= 0:
@@ -153,29 +152,6 @@ def sample(
         scaled = jnp.where(jnp.take_along_axis(kept, rank, axis=-1), scaled, -jnp.inf)
     choice = jax.random.categorical(key, scaled)
     return jnp.where(temperature > 0, choice, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
-
-
-def _integer(name: str, x: Any, low: int, high: int | None = None) -> int:
-    """Returns x as a Python integer if it is one, known while tracing, from low to high."""
-    try:
-        n: int | None = operator.index(x)
-    except TypeError:
-        n = None
-    if n is None or n < low or (high is not None and n > high):
-        wanted = f"at least {low}" if high is None else f"in {low}..{high}"
-        raise ValueError(f"{name} must be an integer {wanted}, got {x!r}")
-    return n
-
-
-def _checked_key(key: Any) -> jax.Array:
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    key = key if typed else array("key", key)
-    if key.ndim != (0 if typed else 1) or not (typed or key.dtype == jnp.uint32):
-        raise ValueError(
-            f"key must be one PRNG key, as from jax.random.key(0), got {key.dtype} of shape "
-            f"{key.shape}"
-        )
-    return key
 
 
 @partial(jax.jit, static_argnames=("graph", "max_new_tokens", "top_k", "stop_token"))

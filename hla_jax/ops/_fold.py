@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from hla_jax import kernels
-from hla_jax._check import array, check_flag, check_number, checked, checked_or_none
+from hla_jax._check import array, check_flag, check_number, check_sizes, checked, checked_or_none
 from hla_jax._segments import segment_starts
 from hla_jax._types import FeatureMaps, LogDecay, Mask, MaskStep, Number, SegmentIds
 
@@ -126,8 +126,8 @@ def fold(
     check_number("scale", scale)
     check_flag("causal", causal)
     check_flag("normalize", normalize)
-    if chunk_size is not None and not (type(chunk_size) is int and chunk_size >= 1):
-        raise ValueError(f"chunk_size must be None or an int >= 1, got {chunk_size!r}")
+    if chunk_size is not None:
+        check_sizes(chunk_size=chunk_size)
     if implementation not in (None, *kernels.IMPLEMENTATIONS):
         names = kernels.IMPLEMENTATIONS
         raise ValueError(f"implementation must be None or one of {names}, got {implementation!r}")
