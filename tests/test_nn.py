@@ -8,23 +8,35 @@ from flax import nnx
 from helpers import rms_error
 
 from hla_jax import nn
+from hla_jax.attention import patterns
 
 F, H, K, D, E, MAX_LENGTH = 12, 4, 2, 5, 3, 12
 
+HEADS = dict(num_kv_heads=K, head_dim=D, value_head_dim=E)
+CACHED = HEADS | dict(max_length=MAX_LENGTH)
 OPTIONS = {
-    "linear": (nn.LinearAttention, dict(decay=0.9)),
-    "hla2": (nn.HLA2, dict()),
-    "ahla": (nn.AHLA, dict(decay=(0.9, 0.7))),
-    "hla3": (nn.HLA3, dict(decay=None)),
-    "softmax": (nn.SoftmaxAttention, dict(max_length=MAX_LENGTH)),
+    "linear": (nn.LinearAttention, HEADS | dict(decay=0.9)),
+    "hla2": (nn.HLA2, HEADS),
+    "ahla": (nn.AHLA, HEADS | dict(decay=(0.9, 0.7))),
+    "hla3": (nn.HLA3, HEADS | dict(decay=None)),
+    "performer": (nn.Performer, HEADS | dict(num_features=7)),
+    "softmax": (nn.SoftmaxAttention, CACHED),
+    "flash": (nn.FlashAttention, CACHED),
+    "mla": (nn.MLA, dict(kv_rank=5, query_rank=6, rotary_dim=4, max_length=MAX_LENGTH)),
+    "window": (nn.SlidingWindowAttention, HEADS | dict(window=4)),
+    "strided": (nn.SparseAttention, CACHED | dict(pattern=patterns.strided(3))),
+    "fixed": (nn.SparseAttention, CACHED | dict(pattern=patterns.fixed(3))),
+    "longformer": (nn.Longformer, CACHED | dict(window=2, global_positions=(5, 1))),
+    "big_bird": (nn.BigBird, CACHED | dict(window=2, num_random=1, block_size=2)),
+    "reformer": (nn.Reformer, CACHED | dict(num_buckets=2, num_rounds=2, chunk_size=2)),
 }
 every_mixer = pytest.mark.parametrize("mixer", OPTIONS)
+PLACES = ["fixed", "longformer", "big_bird"]  # what a token sees depends on its place in the row
 
 
 def make(mixer, **more):
     layer, options = OPTIONS[mixer]
-    sizes = dict(num_kv_heads=K, head_dim=D, value_head_dim=E)
-    return layer(H, F, rngs=nnx.Rngs(0), **sizes | options | more)
+    return layer(H, F, rngs=nnx.Rngs(0), **options | more)
 
 
 def features(B=2, T=9, seed=0):
@@ -67,9 +79,9 @@ def packed():
     return x, mask, ids
 
 
-def live(state):
-    """Without what the KV cache of one row holds past its position."""
-    if not isinstance(state.memory, nn.KVCache):
+def live(layer, state):
+    """Without what a cache of one row holds past its position."""
+    if not hasattr(layer, "max_length"):
         return state
     return jax.tree.map(lambda a: a if a.ndim == 1 else a[:, : int(state.position[0])], state)
 
@@ -77,17 +89,26 @@ def live(state):
 @every_mixer
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_packed_and_padded_rows_equal_rows_alone_in_one_call_or_several(mixer, pieces):
-    layer = make(mixer)
+    layer, rows = make(mixer), 2
     x, mask, ids = packed()
-    state, y = layer.init_state(1), []
-    for piece in zip(*(np.split(a, pieces, axis=1) for a in (x, mask, ids)), strict=True):
+    if mixer in PLACES:  # padded only
+        x, mask, ids, rows = x[:, :12], mask[:, :12], None, 1
+    cuts = [[None] * pieces if a is None else np.split(a, pieces, axis=1) for a in (x, mask, ids)]
+    state, y = None if pieces == 1 else layer.init_state(1), []
+    for piece in zip(*cuts, strict=True):
         part, state = call(layer, piece[0], state, *piece[1:])
         y.append(part)
     y = jnp.concatenate(y, axis=1)
-    alone, last = steps(layer, features(), layer.init_state(2))
+    alone, last = steps(layer, features()[:rows], layer.init_state(rows))
     np.testing.assert_array_equal(y[~mask], 0)
-    assert_close(y[mask], alone.reshape(18, F))
-    assert_close(live(state), live(jax.tree.map(lambda a: a[1:], last)))
+    assert_close(y[mask], alone.reshape(-1, F))
+    assert_close(live(layer, state), live(layer, jax.tree.map(lambda a: a[-1:], last)))
+
+
+@pytest.mark.parametrize("mixer", PLACES)
+def test_segments_are_refused_where_places_in_the_row_matter(mixer):
+    with pytest.raises(ValueError, match="segment_ids must be None"):
+        jax.eval_shape(make(mixer), features(), None, None, jnp.zeros((2, 9), int))
 
 
 @pytest.mark.parametrize("mixer", ["linear", "softmax"])
@@ -149,23 +170,22 @@ def test_no_token_leaves_the_state_as_it_was(mixer):
 
 
 @every_mixer
-def test_computing_in_bfloat16_keeps_the_state_in_float32(mixer):
+def test_computing_in_bfloat16_keeps_sums_in_float32_and_caches_in_bfloat16(mixer):
     layer = make(mixer, dtype=jnp.bfloat16)
     y, state = jax.eval_shape(layer, features())
     assert y.dtype == jnp.bfloat16
-    kept = {a.dtype for a in jax.tree.leaves(state.memory)}
-    assert kept == {jnp.dtype("bfloat16" if mixer == "softmax" else "float32")}
+    kept = {a.dtype for a in jax.tree.leaves(state.memory)} - {jnp.dtype("int32")}
+    assert kept == {jnp.dtype("bfloat16" if hasattr(layer, "max_length") else "float32")}
 
 
 def test_query_heads_share_kv_heads_in_order():
     """With the keys and values of kv head 1 silenced, only query heads 2 and 3 change."""
     layer = make("softmax")
     x = features()
-    layer.out.kernel[...] = jnp.eye(H * E)  # so that the heads lie side by side
+    layer.out.kernel[...] = jnp.eye(H * E).reshape(H, E, F)  # so that the heads lie side by side
     heads = []
     for silence in (1.0, 0.0):
-        kernel = layer.value.kernel[...].reshape(F, K, E).at[:, 1].multiply(silence)
-        layer.value.kernel[...] = kernel.reshape(F, K * E)
+        layer.value.kernel[...] = layer.value.kernel[...].at[:, 1].multiply(silence)
         heads.append(np.asarray(call(layer, x)[0]).reshape(2, 9, H, E))
     np.testing.assert_array_equal(heads[0][:, :, :2], heads[1][:, :, :2])
     assert (heads[0][:, :, 2:] != heads[1][:, :, 2:]).any()
@@ -228,11 +248,11 @@ class TestRotary:
     [
         (dict(num_heads=6, num_kv_heads=4), "num_kv_heads must divide num_heads=6, got 4"),
         (dict(num_heads=5), "num_heads=5 must divide in_features=12 .* num_heads, in_features"),
-        (dict(num_heads=0), "num_heads must be at least 1, got 0"),
-        (dict(in_features=0), "in_features must be at least 1, got 0"),
-        (dict(num_kv_heads=0), "num_kv_heads must be at least 1, got 0"),
-        (dict(head_dim=0), "head_dim must be at least 1, got 0"),
-        (dict(value_head_dim=-1), "value_head_dim must be at least 1, got -1"),
+        (dict(num_heads=0), "num_heads must be an integer at least 1, got 0"),
+        (dict(in_features=0), "in_features must be an integer at least 1, got 0"),
+        (dict(num_kv_heads=0), "num_kv_heads must be an integer at least 1, got 0"),
+        (dict(head_dim=0), "head_dim must be an integer at least 1, got 0"),
+        (dict(value_head_dim=-1), "value_head_dim must be an integer at least 1, got -1"),
         (dict(decay="learnt"), "decay must be 'learned'"),
         (dict(decay=1.5), r"decay must be in \(0, 1\]"),
         (dict(decay=(0.9, 0.9)), "one number or 4"),

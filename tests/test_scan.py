@@ -181,7 +181,7 @@ BAD_INPUT = {
     "tokens of unequal length": ({"tokens": (np.ones(3), np.ones(4))}, "tokens must"),
     "tokens without an axis": ({"tokens": (np.ones(3), np.ones(()))}, "tokens must"),
     "no arrays": ({"tokens": ()}, "tokens must"),
-    "chunks of nothing": ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+    "chunks of nothing": ({"chunk_size": 0}, "chunk_size must be an integer at least 1, got 0"),
     "an initial element of another structure": ({"initial": (np.ones(()),)}, "initial must"),
     "an initial element of another shape": ({"initial": np.ones((2, 1))}, "initial must"),
 }

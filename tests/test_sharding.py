@@ -15,7 +15,7 @@ NAMES = ("linear", "hla2", "ahla", "hla3")
 
 
 def measured_apart(name):
-    """What `measure` returns in a process of its own, where eight devices can be asked for."""
+    """What this file prints of a name in a process of its own, which can ask for eight devices."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent)])
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -27,7 +27,13 @@ def measured_apart(name):
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# The two with the most stages are the slowest; each is made of what the others are made of.
+SLOW = ("hla2", "hla3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in NAMES]
+)
 def test_sharding_needs_no_communication_and_changes_no_value(name):
     measured = measured_apart(name)
     for axes in ("Auto", "Explicit"):
@@ -109,5 +115,62 @@ def measure(name):
     }
 
 
+@pytest.mark.slow
+def test_attention_needs_no_communication_and_changes_no_value():
+    measured = measured_apart("attention")
+    assert len(measured) == 12
+    for name, (collectives, error, sharded) in measured.items():
+        assert collectives == [], name
+        assert error < 1e-12, name
+        assert sharded, name
+
+
+def measure_attention():
+    """Outputs and gradients of each attention function on either kind of mesh."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from hla_jax import attention
+    from hla_jax.attention import patterns
+
+    T, key = 24, jax.random.key(0)
+    random_blocks = patterns.random_blocks(key, num_blocks=1, block_size=4)
+    functions = {
+        "softmax": attention.softmax_attention,
+        "flash": lambda q, k, v: attention.flash_attention(q, k, v, block_size=8)[0],
+        "strided": lambda q, k, v: attention.sparse_attention(q, k, v, patterns.strided(4)),
+        "random": lambda q, k, v: attention.sparse_attention(q, k, v, random_blocks),
+        "linformer": lambda q, k, v: attention.linformer_attention(q, k, v, jnp.ones((3, T)) / 3),
+        "lsh": lambda q, k, v: attention.lsh_attention(
+            q + k, v, key=key, num_buckets=2, chunk_size=4
+        ),
+    }
+    tokens = np.random.default_rng(0).normal(size=(4, 2, T, 4, 8))
+    sharded_as, measured = P("batch", None, "heads", None), {}
+    for axes in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(axes,) * 2)
+        arguments = jax.device_put(tuple(tokens), NamedSharding(mesh, sharded_as))
+        for name, function in functions.items():
+
+            def run(q, k, v, cotangent, function=function):
+                out, pullback = jax.vjp(function, q, k, v)
+                return out, pullback(cotangent)
+
+            wanted = jax.jit(run)(*tokens)
+            compiled = jax.jit(run).lower(*arguments).compile()
+            results = jax.tree.leaves(compiled(*arguments))
+            pairs = zip(results, jax.tree.leaves(wanted), strict=True)
+            measured[f"{name} on {axes.name}"] = (
+                re.findall(COLLECTIVES, compiled.as_text()),
+                max(float(jnp.abs(a - b).max()) for a, b in pairs),
+                all(a.sharding.spec == sharded_as for a in results),
+            )
+    return measured
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1])))
+    name = sys.argv[1]
+    print(json.dumps(measure_attention() if name == "attention" else measure(name)))

@@ -19,6 +19,14 @@ MIXERS: dict[str, Callable[..., nn.Mixer]] = {
     "ahla": nn.AHLA,
     "hla3": nn.HLA3,
     "softmax": nn.SoftmaxAttention,
+    "flash": nn.FlashAttention,
+    "mla": nn.MLA,
+    "sliding_window": nn.SlidingWindowAttention,
+    "sparse": nn.SparseAttention,
+    "longformer": nn.Longformer,
+    "big_bird": nn.BigBird,
+    "performer": nn.Performer,
+    "reformer": nn.Reformer,
 }
 
 State = tuple[nn.MixerState, ...]
@@ -63,16 +71,17 @@ class Block(nnx.Module):
 
 
 class TransformerLM(nnx.Module):
-    """A causal language model with constant-size state (or, with softmax, a KV cache).
+    """A causal language model.
 
     Args:
       vocab_size: V, how many tokens there are.
       num_layers: how many blocks.
       num_heads: H, query heads of each.
       features: F, width of the residual stream.
-      mixer: the token-mixing layer: "linear", "hla2", "ahla", "hla3", "softmax", or anything that
-        makes one when called with num_heads, in_features, dtype, param_dtype, rngs and
-        `mixer_options`.
+      mixer: the token-mixing layer, a causal one: "linear", "hla2", "ahla", "hla3", "softmax",
+        "flash", "mla", "sliding_window" (which needs `window`), "sparse" (`pattern`), "longformer"
+        (`window`), "big_bird", "performer", "reformer", or anything that makes one when called
+        with num_heads, in_features, dtype, param_dtype, rngs and `mixer_options`.
       mlp_features: width inside the MLP (default 4 F).
       tied: whether the logits' matrix is the embedding's.
       dtype: of the computation; None means the parameters'.
@@ -82,7 +91,7 @@ class TransformerLM(nnx.Module):
         max_length.
 
     Raises:
-      ValueError: mixer is another name.
+      ValueError: mixer is another name, or makes a layer that is not causal.
 
     Example:
       >>> import jax.numpy as jnp
@@ -127,6 +136,8 @@ class TransformerLM(nnx.Module):
                 for _ in range(num_layers)
             ]
         )
+        if not all(block.mixer.causal for block in self.blocks):
+            raise ValueError(f"mixer must make causal layers, got others from {mixer!r}")
         self.norm = nnx.RMSNorm(features, **kinds)
         self.head = None if tied else nnx.Linear(features, vocab_size, use_bias=False, **kinds)
 

@@ -1,6 +1,6 @@
-"""What token-mixing layers share: projections, heads, norms, positions, the call protocol."""
+"""What all token-mixing layers share: the call, the state, positions."""
 
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from hla_jax._check import array, checked_or_none
+from hla_jax._check import array, check_flag, checked_or_none
 from hla_jax._segments import segment_starts
 from hla_jax._types import Array, Mask, SegmentIds
-from hla_jax.nn.rotary import rotary
 
 
 class MixerState(NamedTuple):
@@ -35,118 +34,37 @@ class Tokens(NamedTuple):
     positions: Int[jax.Array, "B T"]
 
 
-class MixerOptions(TypedDict, total=False):
-    """The options of every layer, see `Mixer`."""
-
-    num_kv_heads: int | None
-    head_dim: int | None
-    value_head_dim: int | None
-    qk_norm: bool
-    output_norm: bool
-    rotary: bool
-    rotary_base: float
-    dtype: DTypeLike | None
-    param_dtype: DTypeLike
-
-
 class Mixer(nnx.Module):
-    """The shared part of the layers; a subclass says how heads are mixed and what its memory is.
-
-    A subclass has two methods: `_mix(x, q, k, v, memory, tokens)`, which returns the mixed heads
-    [B, T, H, E] and the next memory, and `_init_memory(batch_size)`, the memory before any token.
+    """The protocol of the layers: `y, state = layer(x, state=None, mask=None, segment_ids=None)`.
 
     A token whose mask is False changes no other output and no state, does not advance the
     positions, and gets output 0, whatever it contains. Each segment is computed as if it were
     alone: positions count the unmasked tokens since the segment's start. A given state continues
-    the row's first segment, and the returned one is the last segment's.
+    the row's first segment, and the returned one is the last segment's. A layer that is not causal
+    has no state: it takes None and returns `MixerState(None, None)`.
+
+    A subclass calls `__init__` here, and has a method `_mix(x, memory, tokens)`, which returns the
+    mixed features [B, T, F] and the next memory. The memory before any token is None or zeros.
+    `MultiHead` is the one with the usual projections.
 
     Args:
-      num_heads: H, query heads.
       in_features: F, features of input and output.
-      num_kv_heads: K, a divisor of H (default H).
-      head_dim: D, width of queries and keys (default F // H, if H divides F).
-      value_head_dim: E, width of values (default D).
-      qk_norm: whether each query and key is normalised to a root mean square of 1 (times a
-        learned gain per channel), before rotary positions and feature maps. With the factor
-        D^(-1/2) of the affinities, these are then of order 1.
-      output_norm: whether each head's output is normalised so. Sums of products of affinities grow
-        with the number of tokens; this takes their scale away.
-      rotary: whether queries and keys are rotated by their positions (`rotary`).
-      rotary_base: its base.
+      causal: whether a token sees those before it and itself alone.
       dtype: of the computation; None means the promotion of inputs and parameters.
       param_dtype: of the parameters.
-      rngs: the source of the initial parameters.
-
-    Raises:
-      ValueError: a size is not positive, num_kv_heads does not divide num_heads, or num_heads not
-        in_features where head_dim is None.
     """
 
     def __init__(
         self,
-        num_heads: int,
         in_features: int,
         *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_head_dim: int | None = None,
-        qk_norm: bool = True,
-        output_norm: bool = True,
-        rotary: bool = True,
-        rotary_base: float = 10_000.0,
+        causal: bool = True,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-        **unknown: Any,
     ):
-        if unknown:  # said here, where the layer's own name is known
-            raise TypeError(f"{type(self).__name__} got unexpected options {', '.join(unknown)}")
-        sizes: dict[str, int | None] = dict(
-            num_heads=num_heads,
-            in_features=in_features,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-        )
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        H, K = num_heads, num_heads if num_kv_heads is None else num_kv_heads
-        if H % K:
-            raise ValueError(f"num_kv_heads must divide num_heads={H}, got {K}")
-        if head_dim is None and in_features % H:
-            raise ValueError(
-                f"num_heads={H} must divide in_features={in_features} where head_dim is None; "
-                "the first two arguments are num_heads, in_features"
-            )
-        D = in_features // H if head_dim is None else head_dim
-        E = D if value_head_dim is None else value_head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = H, K, D, E
-        self.in_features = in_features
-        self.rotary, self.rotary_base = rotary, rotary_base
+        check_flag("causal", causal)
+        self.in_features, self.causal = in_features, causal
         self.dtype, self.param_dtype = dtype, param_dtype
-
-        def linear(features_in: int, features_out: int) -> nnx.Linear:
-            return nnx.Linear(
-                features_in,
-                features_out,
-                use_bias=False,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
-
-        def norm(features: int, wanted: bool) -> nnx.RMSNorm | None:
-            if not wanted:
-                return None
-            return nnx.RMSNorm(features, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-
-        self.query = linear(in_features, H * D)
-        self.key = linear(in_features, K * D)
-        self.value = linear(in_features, K * E)
-        self.out = linear(H * E, in_features)
-        self.query_norm, self.key_norm = norm(D, qk_norm), norm(D, qk_norm)
-        self.output_norm = norm(E, output_norm)
 
     def __call__(
         self,
@@ -180,46 +98,53 @@ class Mixer(nnx.Module):
         memory, start = (None, None) if state is None else state
         start = jnp.zeros(x.shape[:1], jnp.int32) if start is None else start
         positions, position = count_positions(x.shape[:2], start, mask, segment_ids)
-        q, k, v = self._project(x, positions)
-        o, memory = self._mix(x, q, k, v, memory, Tokens(mask, segment_ids, positions))
-        if self.output_norm is not None:
-            o = self.output_norm(o)
-        y = self.out(o.reshape(*x.shape[:2], self.num_heads * self.value_head_dim))
+        y, memory = self._mix(x, memory, Tokens(mask, segment_ids, positions))
         if mask is not None:
             y = jnp.where(mask[..., None], y, 0)
-        return y, MixerState(memory, position if self.uses_positions else None)
+        counts = self.causal and self.uses_positions
+        return y, MixerState(memory if self.causal else None, position if counts else None)
 
     def init_state(self, batch_size: int) -> MixerState:
         """The state before any token, for `batch_size` rows."""
+        if not self.causal:
+            raise ValueError("a layer with causal=False has no state, but init_state was called")
         position = jnp.zeros((batch_size,), jnp.int32) if self.uses_positions else None
         return MixerState(self._init_memory(batch_size), position)
 
     @property
     def uses_positions(self) -> bool:
         """Whether the state counts tokens."""
-        return self.rotary
+        return True
 
-    def _mix(
-        self, x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, memory: Any, tokens: Tokens
-    ) -> tuple[jax.Array, Any]:
-        # A subclass mixes the tokens here: heads [B, T, H, E], and what to remember of them.
+    def _mix(self, x: jax.Array, memory: Any, tokens: Tokens) -> tuple[jax.Array, Any]:
+        # A subclass mixes the tokens here: features [B, T, F], and what to remember of them.
         raise NotImplementedError
 
     def _init_memory(self, batch_size: int) -> Any:
-        # A subclass returns here what it remembers before the first token.
-        raise NotImplementedError
+        # Zeros, of the shapes that no tokens leave behind.
+        x = jax.ShapeDtypeStruct((batch_size, 0, self.in_features), self.dtype or self.param_dtype)
+        left = jax.eval_shape(lambda x: self(x)[1].memory, x)
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), left)
 
-    def _project(
-        self, x: jax.Array, positions: Int[jax.Array, "B T"]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q = self.query(x).reshape(*x.shape[:2], self.num_heads, self.head_dim)
-        k = self.key(x).reshape(*x.shape[:2], self.num_kv_heads, self.head_dim)
-        v = self.value(x).reshape(*x.shape[:2], self.num_kv_heads, self.value_head_dim)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if self.rotary:
-            q, k = (rotary(a, positions, base=self.rotary_base) for a in (q, k))
-        return q, k, v
+    def _linear(
+        self,
+        features_in: int | tuple[int, ...],
+        features_out: int | tuple[int, ...],
+        rngs: nnx.Rngs,
+    ) -> nnx.LinearGeneral:
+        axes = 1 if isinstance(features_in, int) else len(features_in)
+        return nnx.LinearGeneral(
+            features_in,
+            features_out,
+            axis=tuple(range(-axes, 0)),
+            use_bias=False,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            rngs=rngs,
+        )
+
+    def _norm(self, features: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+        return nnx.RMSNorm(features, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs)
 
     def _check(self, x: jax.Array, state: MixerState | None) -> None:
         F = self.in_features
@@ -227,6 +152,8 @@ class Mixer(nnx.Module):
             raise ValueError(f"x must be floating, [B, T, F] with F={F}, got {x.dtype} {x.shape}")
         if state is None:
             return
+        if not self.causal:
+            raise ValueError(f"state must be None where causal=False, got a {type(state).__name__}")
         if not isinstance(state, MixerState):
             raise ValueError(f"state must be None or a MixerState, got {type(state).__name__}")
         if (state.position is not None) != self.uses_positions:

@@ -1,5 +1,6 @@
 """The layers whose state does not grow: linear attention and its higher orders."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, Unpack
 
@@ -12,21 +13,23 @@ from jaxtyping import Float
 
 from hla_jax import feature_maps, ops
 from hla_jax._types import FeatureMaps
-from hla_jax.nn.mixer import Mixer, MixerOptions, Tokens
+from hla_jax.nn.mixer import Tokens
+from hla_jax.nn.multihead import MultiHead, MultiHeadOptions
 
 Decay = Literal["learned"] | float | Sequence[float] | None
 
 
-class RecurrentOptions(MixerOptions, total=False):
+class RecurrentOptions(MultiHeadOptions, total=False):
     """The options of every layer in this file, see `Recurrent`."""
 
     decay: Decay
+    causal: bool
     implementation: str | None
     chunk_size: int | None
     precision: jax.lax.PrecisionLike
 
 
-class Recurrent(Mixer):
+class Recurrent(MultiHead):
     """A layer around an operator with a state: the shared part of the layers below.
 
     A subclass names its `operator`, as a static method, and passes the operator's own options on as
@@ -42,18 +45,20 @@ class Recurrent(Mixer):
     segment_ids [B, T], and out [B, T, H, E]; a state is a pytree of arrays with leading axis B.
 
     Args:
-      num_heads: see `Mixer`.
-      in_features: see `Mixer`.
+      num_heads: see `MultiHead`.
+      in_features: see `MultiHead`.
       operator_options: what this layer passes to its operator.
       decay: how much of the state each token leaves, in (0, 1]. "learned": exp(-softplus(w . x +
         b)), per token and kv head; at first the heads forget over 2 to 512 tokens. A number, or
         one per kv head: that much. None: all of it.
+      causal: False, which only linear attention knows and without decay, lets all tokens of a
+        segment see each other.
       implementation: the operator's, for more than one token.
       chunk_size: the operator's.
       precision: the operator's.
-      rngs: see `Mixer`.
+      rngs: see `MultiHead`.
       **options: num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base,
-        dtype and param_dtype, see `Mixer`.
+        dtype and param_dtype, see `MultiHead`.
 
     Raises:
       ValueError: an option does not fit.
@@ -68,28 +73,34 @@ class Recurrent(Mixer):
         *,
         operator_options: dict[str, Any] | None = None,
         decay: Decay = "learned",
+        causal: bool = True,
         implementation: str | None = None,
         chunk_size: int | None = None,
         precision: jax.lax.PrecisionLike = None,
         rngs: nnx.Rngs,
-        **options: Unpack[MixerOptions],
+        **options: Unpack[MultiHeadOptions],
     ):
-        super().__init__(num_heads, in_features, rngs=rngs, **options)
+        super().__init__(num_heads, in_features, causal=causal, rngs=rngs, **options)
         # A tuple of pairs rather than a dict: a layer's static part must be hashable.
         self.operator_options = (
             *(operator_options or {}).items(),
             ("scale", self.head_dim**-0.5),
             ("precision", precision),
             ("chunk_size", chunk_size),
+            *(() if causal else [("causal", False)]),
         )
         self.implementation = implementation
+        if not causal and "causal" not in inspect.signature(type(self).operator).parameters:
+            raise ValueError(f"causal must be True: {type(self).__name__} has no other form")
+        if not causal and decay is not None:
+            raise ValueError(f"decay must be None where causal=False, got {decay!r}")
         if isinstance(decay, str) and decay != "learned":
             raise ValueError(f"decay must be 'learned', numbers in (0, 1] or None, got {decay!r}")
         self.decay = _decay_logits(self, rngs) if isinstance(decay, str) else None
         self.log_decay = None if isinstance(decay, str) else _logs(decay, self.num_kv_heads)
         self._init_memory(1)  # so that the operator refuses a wrong option here, not in a call
 
-    def _mix(
+    def _mix_heads(
         self, x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, memory: Any, tokens: Tokens
     ) -> tuple[jax.Array, Any]:
         log_decay = None if self.log_decay is None else jnp.asarray(self.log_decay, jnp.float32)
@@ -103,23 +114,12 @@ class Recurrent(Mixer):
             mask=tokens.mask,
             segment_ids=tokens.segment_ids,
             initial_state=memory,
-            implementation=self.implementation if x.shape[1] > 1 else None,
-            **dict(self.operator_options),
+            implementation=self.implementation if x.shape[1] != 1 else None,
+            **self._options(),
         )
 
-    def _init_memory(self, batch_size: int) -> Any:
-        H, K, D, E = self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
-        dtype = self.dtype or self.param_dtype
-
-        def run(*token: jax.Array) -> Any:
-            options = dict(self.operator_options)
-            return type(self).operator(*token, implementation=self.implementation, **options)[1]
-
-        token = (
-            jax.ShapeDtypeStruct((batch_size, 1, *heads), dtype)
-            for heads in ((H, D), (K, D), (K, E))
-        )
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run, *token))
+    def _options(self) -> dict[str, Any]:
+        return dict(self.operator_options)
 
 
 def _logs(decay: float | Sequence[float] | None, num_kv_heads: int) -> tuple[float, ...] | None:
@@ -131,7 +131,7 @@ def _logs(decay: float | Sequence[float] | None, num_kv_heads: int) -> tuple[flo
     return tuple(np.broadcast_to(np.log(kept), (num_kv_heads,)).tolist())
 
 
-def _decay_logits(layer: Mixer, rngs: nnx.Rngs) -> nnx.Linear:
+def _decay_logits(layer: MultiHead, rngs: nnx.Rngs) -> nnx.Linear:
     """The projection z with decay exp(-softplus(z)), in float32 at least: decays near 1 need it."""
 
     def spread(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Float[jax.Array, " K"]:
@@ -154,15 +154,15 @@ class LinearAttention(Recurrent):
     Source: Transformers are RNNs (Katharopoulos et al. 2020, arXiv 2006.16236), section 3.
 
     Args:
-      num_heads: see `Mixer`.
-      in_features: see `Mixer`.
+      num_heads: see `MultiHead`.
+      in_features: see `MultiHead`.
       feature_map: phi, by default `hla_jax.feature_maps.elu_plus_one`, else what
         `hla_jax.linear_attention` takes; applied after rotary positions.
       normalize: whether to divide by the sum of the affinities.
-      rngs: see `Mixer`.
-      **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
-        head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype,
-        see `Mixer`.
+      rngs: see `MultiHead`.
+      **options: decay, causal, implementation, chunk_size and precision, see `Recurrent`;
+        num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and
+        param_dtype, see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -195,16 +195,16 @@ class HLA2(Recurrent):
     Source: Higher-order Linear Attention (arXiv 2510.27258), section 3.
 
     Args:
-      num_heads: see `Mixer`.
-      in_features: see `Mixer`.
+      num_heads: see `MultiHead`.
+      in_features: see `MultiHead`.
       masked: False lets i run past j, up to t.
       ridge: adds this many times (q_t . q_j) v_j.
       feature_map: see `hla_jax.hla2`.
       normalize: see `hla_jax.hla2`; wants a positive feature map.
-      rngs: see `Mixer`.
+      rngs: see `MultiHead`.
       **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
         head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype,
-        see `Mixer`.
+        see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -240,14 +240,14 @@ class AHLA(Recurrent):
     Source: Higher-order Linear Attention (arXiv 2510.27258), section 6.
 
     Args:
-      num_heads: see `Mixer`.
-      in_features: see `Mixer`.
+      num_heads: see `MultiHead`.
+      in_features: see `MultiHead`.
       feature_map: see `hla_jax.ahla`.
       normalize: see `hla_jax.ahla`; wants a positive feature map.
-      rngs: see `Mixer`.
+      rngs: see `MultiHead`.
       **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
         head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype,
-        see `Mixer`.
+        see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -281,15 +281,15 @@ class HLA3(Recurrent):
     "masked" differs from "published".
 
     Args:
-      num_heads: see `Mixer`.
-      in_features: see `Mixer`.
+      num_heads: see `MultiHead`.
+      in_features: see `MultiHead`.
       variant: "masked", "unmasked" or "published", see `hla_jax.hla3`.
       feature_map: see `hla_jax.hla3`.
       normalize: see `hla_jax.hla3`; wants a positive feature map.
-      rngs: see `Mixer`.
+      rngs: see `MultiHead`.
       **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
         head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype,
-        see `Mixer`.
+        see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp

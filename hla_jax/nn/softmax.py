@@ -1,23 +1,24 @@
-"""Softmax attention as a layer; its state is a preallocated KV cache."""
+"""Softmax attention as layers; their state is a preallocated KV cache."""
 
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from hla_jax._segments import segment_numbers
-from hla_jax.attention.softmax import attend, softmax_attention
-from hla_jax.nn.mixer import Mixer, MixerOptions, Tokens
+from hla_jax._check import check_sizes
+from hla_jax.attention import flash_attention, softmax_attention
+from hla_jax.attention.softmax import attend
+from hla_jax.nn.cache import View, mix_with_cache
+from hla_jax.nn.mixer import Tokens
+from hla_jax.nn.multihead import MultiHead, MultiHeadOptions
 
 
 class KVCache(NamedTuple):
-    """The keys and values of each row's current segment: the token at position p is in slot p.
+    """The keys and values of each row's current segment.
 
     Attributes:
-      k: [B, M, K, D], M the layer's max_length.
+      k: [B, M, K, D], M the layer's max_length, or the window of a cache that rolls.
       v: [B, M, K, E].
     """
 
@@ -25,22 +26,105 @@ class KVCache(NamedTuple):
     v: Float[jax.Array, "B M K E"]
 
 
-class SoftmaxAttention(Mixer):
-    """Causal softmax attention with a KV cache: the layer that the others are compared with.
+class CachedOptions(MultiHeadOptions, total=False):
+    """The options of every layer with a cache, see `Cached`."""
+
+    max_length: int
+    causal: bool
+
+
+class Cached(MultiHead):
+    """A layer around attention that remembers its tokens: the shared part of those with a cache.
 
     The cache holds `max_length` positions. A token past them is an error where its position is
     known while Python runs (outside jit, or by its static length); inside jit its output is NaN, so
     that it cannot go unnoticed, and no other token is touched.
 
-    Source: Attention Is All You Need (Vaswani et al. 2017, arXiv 1706.03762), section 3.2.2.
+    A subclass has a method for a sequence from its start, one for tokens that continue what is in
+    the cache, and, unless keys and values are all that it keeps, one for what to keep.
 
     Args:
-      num_heads: see `Mixer`.
-      in_features: see `Mixer`.
+      num_heads: see `MultiHead`.
+      in_features: see `MultiHead`.
       max_length: M, how many unmasked tokens a segment may have.
-      rngs: see `Mixer`.
+      rolling: whether the cache holds the last M tokens instead, of any number.
+      causal: see `Mixer`.
+      rngs: see `MultiHead`.
       **options: num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base,
-        dtype and param_dtype, see `Mixer`; output_norm is off by default.
+        dtype and param_dtype, see `MultiHead`; output_norm is off by default.
+
+    Raises:
+      ValueError: an option does not fit, or (from calls) a position is past max_length.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        max_length: int = 2048,
+        rolling: bool = False,
+        causal: bool = True,
+        rngs: nnx.Rngs,
+        **options: Unpack[MultiHeadOptions],
+    ):
+        check_sizes(max_length=max_length)
+        options.setdefault("output_norm", False)
+        super().__init__(num_heads, in_features, causal=causal, rngs=rngs, **options)
+        self.slots, self.rolling = max_length, rolling
+
+    @property
+    def max_length(self) -> int | None:
+        """How many tokens a segment may have, if the cache limits it."""
+        return None if self.rolling else self.slots
+
+    @property
+    def uses_positions(self) -> bool:
+        """Always: the cache needs them."""
+        return True
+
+    def _mix_heads(
+        self, x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, memory: Any, tokens: Tokens
+    ) -> tuple[jax.Array, Any]:
+        entries = self._entries(x, k, v, tokens)
+        if not self.causal:
+            return self._whole(x, q, entries, tokens), None
+        return mix_with_cache(
+            memory,
+            entries,
+            tokens,
+            slots=self.slots,
+            rolling=self.rolling,
+            whole=lambda: self._whole(x, q, entries, tokens),
+            continued=lambda view: self._continued(x, q, view, tokens).astype(v.dtype),
+        )
+
+    def _entries(self, x: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> Any:
+        """Returns what the cache keeps of tokens: a pytree of leaves [B, T, ...]."""
+        return KVCache(k, v)
+
+    def _whole(self, x: jax.Array, q: jax.Array, entries: Any, tokens: Tokens) -> jax.Array:
+        """Returns the heads [B, T, H, E] of a sequence that begins with these tokens."""
+        raise NotImplementedError
+
+    def _continued(self, x: jax.Array, q: jax.Array, view: View, tokens: Tokens) -> jax.Array:
+        """Returns the heads [B, T, H, E] of tokens that continue what is in the cache."""
+        k, v = view.entries
+        return attend(q, k, v, view.visible)
+
+
+class SoftmaxAttention(Cached):
+    """Softmax attention with a KV cache: the layer that the others are compared with.
+
+    Source: Attention Is All You Need (Vaswani et al. 2017, arXiv 1706.03762), section 3.2.2. As an
+    RNN: Transformers are RNNs (Katharopoulos et al. 2020, arXiv 2006.16236), appendix.
+
+    Args:
+      num_heads: see `MultiHead`.
+      in_features: see `MultiHead`.
+      rngs: see `MultiHead`.
+      **options: max_length and causal, see `Cached`; num_kv_heads, head_dim, value_head_dim,
+        qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype, see `MultiHead`.
 
     Raises:
       ValueError: an option does not fit, or (from calls) a position is past max_length.
@@ -60,110 +144,64 @@ class SoftmaxAttention(Mixer):
         num_heads: int,
         in_features: int,
         *,
-        max_length: int = 2048,
         rngs: nnx.Rngs,
-        **options: Unpack[MixerOptions],
+        **options: Unpack[CachedOptions],
     ):
-        if max_length < 1:
-            raise ValueError(f"max_length must be at least 1, got {max_length}")
-        super().__init__(
-            num_heads, in_features, rngs=rngs, **MixerOptions(output_norm=False) | options
-        )
-        self.max_length = max_length
+        super().__init__(num_heads, in_features, rngs=rngs, **options)
 
-    @property
-    def uses_positions(self) -> bool:
-        """Always: the cache needs them."""
-        return True
+    def _whole(self, x: jax.Array, q: jax.Array, entries: Any, tokens: Tokens) -> jax.Array:
+        k, v = entries
+        mask, ids, _ = tokens
+        return softmax_attention(q, k, v, causal=self.causal, mask=mask, segment_ids=ids)
 
-    def _mix(
+
+class FlashAttention(Cached):
+    """The function of `SoftmaxAttention`, in memory that grows with T, not T^2.
+
+    What continues a state is computed as there.
+
+    Source: FlashAttention-2 (Dao 2023, arXiv 2307.08691), section 3.
+
+    Args:
+      num_heads: see `MultiHead`.
+      in_features: see `MultiHead`.
+      implementation: as in `hla_jax.attention.flash_attention`.
+      rngs: see `MultiHead`.
+      **options: as in `SoftmaxAttention`.
+
+    Raises:
+      ValueError: an option does not fit, or (from calls) a position is past max_length.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> layer = FlashAttention(num_heads=2, in_features=8, max_length=4, rngs=nnx.Rngs(0))
+      >>> y, state = layer(jnp.ones((1, 3, 8)))
+      >>> print(y.shape, state.memory.k.shape)
+      (1, 3, 8) (1, 4, 2, 4)
+    """
+
+    def __init__(
         self,
-        x: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        memory: KVCache | None,
-        tokens: Tokens,
-    ) -> tuple[jax.Array, KVCache]:
-        mask, segment_ids, positions = tokens
-        self._check_length(tokens)
-        old = self._init_memory(len(x), k.dtype) if memory is None else self._checked(memory)
-        number = None if segment_ids is None else segment_numbers(segment_ids, mask)
-        cache = self._write(old, k, v, tokens, number)
+        num_heads: int,
+        in_features: int,
+        *,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+        **options: Unpack[CachedOptions],
+    ):
+        super().__init__(num_heads, in_features, rngs=rngs, **options)
+        self.implementation = implementation
 
-        if memory is None:
-            o = jnp.asarray(softmax_attention(q, k, v, mask=mask, segment_ids=segment_ids))
-        elif number is None:
-            visible = jnp.arange(self.max_length) <= positions[..., None]
-            o = attend(q, cache.k, cache.v, visible)
-        else:  # what an earlier segment needs is not in the new cache
-            T = x.shape[1]
-            stored = jnp.arange(self.max_length) < positions[:, :1, None]
-            own = jnp.tri(T, dtype=bool) & (number[:, :, None] == number[:, None, :])
-            if mask is not None:
-                own &= mask[:, None, :]
-            visible = jnp.concatenate([stored & (number == 0)[..., None], own], axis=-1)
-            o = attend(
-                q,
-                jnp.concatenate([old.k, k.astype(old.k.dtype)], axis=1),
-                jnp.concatenate([old.v, v.astype(old.v.dtype)], axis=1),
-                visible,
-            )
-        o = o.astype(v.dtype)
-        if memory is not None or x.shape[1] > self.max_length:
-            past = positions >= self.max_length
-            o = jnp.where((past if mask is None else past & mask)[..., None, None], jnp.nan, o)
-        return o, cache
-
-    def _init_memory(self, batch_size: int, dtype: DTypeLike | None = None) -> KVCache:
-        dtype = dtype or self.dtype or self.param_dtype
-        rows = (batch_size, self.max_length, self.num_kv_heads)
-        return KVCache(
-            jnp.zeros((*rows, self.head_dim), dtype), jnp.zeros((*rows, self.value_head_dim), dtype)
+    def _whole(self, x: jax.Array, q: jax.Array, entries: Any, tokens: Tokens) -> jax.Array:
+        k, v = entries
+        out, _ = flash_attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            mask=tokens.mask,
+            segment_ids=tokens.segment_ids,
+            implementation=self.implementation,
         )
-
-    def _checked(self, memory: KVCache) -> KVCache:
-        slots, K = self.max_length, self.num_kv_heads
-        wanted = [(slots, K, self.head_dim), (slots, K, self.value_head_dim)]
-        if not isinstance(memory, KVCache) or [jnp.shape(a)[1:] for a in memory] != wanted:
-            raise ValueError(
-                "state must be None or a MixerState of this layer, its memory a KVCache of "
-                f"{wanted[0]} and {wanted[1]} a row, got {jax.tree.map(jnp.shape, memory)}"
-            )
-        return memory
-
-    def _write(
-        self,
-        cache: KVCache,
-        k: jax.Array,
-        v: jax.Array,
-        tokens: Tokens,
-        number: jax.Array | None,
-    ) -> KVCache:
-        """Puts the last segment's tokens into the slots of their positions."""
-        keep = tokens.positions < self.max_length
-        if tokens.mask is not None:
-            keep &= tokens.mask
-        if number is not None:
-            keep &= number == number[:, -1:]
-        slots = jnp.where(keep, tokens.positions, self.max_length)  # past the end: dropped
-        rows = jnp.arange(len(k))[:, None]
-        return KVCache(
-            *(
-                old.at[rows, slots].set(new.astype(old.dtype), mode="drop")
-                for old, new in zip(cache, (k, v), strict=True)
-            )
-        )
-
-    def _check_length(self, tokens: Tokens) -> None:
-        mask, segment_ids, positions = tokens
-        if not isinstance(positions, jax.core.Tracer) and not isinstance(mask, jax.core.Tracer):
-            real = positions if mask is None else jnp.where(mask, positions, -1)
-            length = int(real.max(initial=-1)) + 1
-        else:
-            length = positions.shape[1] if mask is None and segment_ids is None else 0
-        if length > self.max_length:
-            raise ValueError(
-                f"the KV cache holds max_length={self.max_length} positions; got a token at "
-                f"position {length - 1}"
-            )
+        return out
