@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from tqdm import tqdm
 
+from hla_jax.attention import patterns
 from hla_jax.models import TransformerLM, generate
 
 matplotlib.use("Agg")
@@ -32,13 +33,32 @@ from matplotlib import pyplot as plt
 
 WINDOW = 128  # decoding steps timed at each position
 
+# What each mixer is told, for rows of 256 bytes; those with max_length have a cache of so many.
+CACHE = dict(max_length=4096)
+MIXERS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "hla2": {},
+    "ahla": {},
+    "hla3": {},
+    "softmax": CACHE,
+    "flash": CACHE,
+    "mla": CACHE | dict(kv_rank=32, rotary_dim=16),
+    "sliding_window": dict(window=64),
+    "strided": CACHE | dict(mixer="sparse", pattern=patterns.strided(16)),
+    "fixed": CACHE | dict(mixer="sparse", pattern=patterns.fixed(16, summary=2)),
+    "longformer": CACHE | dict(window=32, global_positions=(0, 1)),
+    "big_bird": CACHE | dict(window=32, num_random=2, block_size=16),
+    "performer": dict(num_features=64),
+    "reformer": CACHE | dict(num_buckets=16, num_rounds=2, chunk_size=32),
+}
+
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--mixer", default="hla2", choices=["linear", "hla2", "ahla", "hla3", "softmax"])
+    add("--mixer", default="hla2", choices=MIXERS)
     add("--text", type=Path, help="a file to learn instead of Python's documentation")
     add("--steps", type=int, default=350)
     add("--batch", type=int, default=8, help="rows of a step")
@@ -99,13 +119,14 @@ def reference_figures(train: np.ndarray, held_out: np.ndarray) -> dict[str, floa
 
 
 def make_model(args: argparse.Namespace, mixer: str, max_length: int = 4096) -> TransformerLM:
-    options: dict[str, Any] = {"max_length": max_length} if mixer == "softmax" else {}
+    options = {"mixer": mixer} | MIXERS[mixer]
+    if "max_length" in options:
+        options["max_length"] = max_length
     return TransformerLM(
         256,
         num_layers=args.layers,
         num_heads=args.heads,
         features=args.features,
-        mixer=mixer,
         rngs=nnx.Rngs(args.seed),
         **options,
     )
@@ -115,6 +136,7 @@ class Training(NamedTuple):
     """All that a checkpoint holds."""
 
     params: dict[str, Any]
+    fixed: dict[str, Any]  # what was drawn at random and is not trained: hashes, projections
     optimiser: optax.OptState
     losses: np.ndarray  # [steps], bits per byte
     step: int
@@ -130,8 +152,13 @@ def make_optimiser(args: argparse.Namespace) -> optax.GradientTransformation:
     def matrices(params: Any) -> Any:
         def choose(path: Any, p: jax.Array) -> Any:
             name = jax.tree_util.keystr(path)
-            matrix = "kernel" in name and "decay" not in name
-            return optax.contrib.MuonDimensionNumbers() if matrix else None
+            if "kernel" not in name or "decay" in name:
+                return None
+            # Heads and their width are one axis of the matrix: the outputs', or `out`'s inputs.
+            inputs = p.ndim - 1 if "'out'" in name else 1
+            return optax.contrib.MuonDimensionNumbers(
+                tuple(range(inputs)), tuple(range(inputs, p.ndim))
+            )
 
         return jax.tree.map_with_path(choose, params)
 
@@ -145,14 +172,17 @@ def make_optimiser(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def train(
-    graph: nnx.GraphDef[TransformerLM],
-    params: dict[str, Any],
-    data: np.ndarray,
-    args: argparse.Namespace,
-) -> tuple[Training, float]:
-    """Trains from the newest checkpoint on; returns tokens per second too, compilation left out."""
+    model: TransformerLM, data: np.ndarray, args: argparse.Namespace
+) -> tuple[np.ndarray, float]:
+    """Trains the model, from the newest checkpoint on.
+
+    Returns the losses in bits per byte, and tokens per second, compilation left out.
+    """
+    graph, *states = nnx.split(model, nnx.Param, ...)
+    params, fixed = map(nnx.to_pure_dict, states)
     optimiser = make_optimiser(args)
-    start = Training(params, optimiser.init(params), np.zeros(args.steps, np.float32), 0)
+    losses = np.zeros(args.steps, np.float32)
+    start = Training(params, fixed, optimiser.init(params), losses, 0)
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     same_settings(args)
     with ocp.CheckpointManager(args.checkpoint_dir, options=options) as checkpoints:
@@ -161,7 +191,7 @@ def train(
         @partial(jax.jit, donate_argnums=(0, 1))
         def update(params: dict[str, Any], state: optax.OptState, batch: jax.Array) -> Any:
             def loss(params: dict[str, Any]) -> jax.Array:
-                logits, _ = nnx.merge(graph, params)(batch[:, :-1])
+                logits, _ = nnx.merge(graph, params, now.fixed)(batch[:, :-1])
                 return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
             value, gradient = jax.value_and_grad(loss)(params)
@@ -176,16 +206,17 @@ def train(
         for step in range(first, args.steps):
             params, state, loss = update(now.params, now.optimiser, batch_at(data, step, args))
             now.losses[step] = loss
-            now = Training(params, state, now.losses, step + 1)
+            now = now._replace(params=params, optimiser=state, step=step + 1)
             if now.step % args.checkpoint_every == 0 or now.step == args.steps:
                 checkpoints.save(now.step, args=ocp.args.StandardSave(now._asdict()))
             bar.set_postfix_str(f"{now.losses[step]:.3f} bits per byte", refresh=False)
             bar.update(tokens)
             begun = begun or time.perf_counter()  # the first step compiles
         bar.close()
+    nnx.update(model, now.params, now.fixed)
     seconds = time.perf_counter() - begun if begun else 0.0
     steps = args.steps - first - 1
-    return now, steps * tokens / seconds if steps > 0 else 0.0
+    return now.losses, steps * tokens / seconds if steps > 0 else 0.0
 
 
 def same_settings(args: argparse.Namespace) -> None:
@@ -229,9 +260,14 @@ def write(model: TransformerLM, args: argparse.Namespace) -> str:
 
 
 def held_out_bits(model: TransformerLM, text: np.ndarray, args: argparse.Namespace) -> float:
-    """Bits per byte of the text, cut into `batch` rows, each read on and on with its state."""
-    columns = (len(text) - 1) // args.batch
-    rows = np.stack([text[i * columns : (i + 1) * columns + 1] for i in range(args.batch)])
+    """Bits per byte of the text, cut into `batch` rows, each read on and on with its state.
+
+    Into more, where a row would be longer than a cache holds.
+    """
+    longest = (model.max_length or len(text)) // args.length * args.length
+    count = max(args.batch, -(-(len(text) - 1) // max(longest, 1)))
+    columns = (len(text) - 1) // count
+    rows = np.stack([text[i * columns : (i + 1) * columns + 1] for i in range(count)])
     windows = -(-columns // args.length)
     padded = np.pad(rows.astype(np.int32), ((0, 0), (0, windows * args.length - columns)))
     real = np.arange(windows * args.length) < columns
@@ -241,13 +277,13 @@ def held_out_bits(model: TransformerLM, text: np.ndarray, args: argparse.Namespa
         logits, state = model(tokens, state)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets), state
 
-    state, total = model.init_state(args.batch), 0.0
+    state, total = model.init_state(count), 0.0
     for i in range(windows):
         part = slice(i * args.length, (i + 1) * args.length)
         shifted = slice(part.start + 1, part.stop + 1)
         loss, state = bits(model, state, padded[:, part], padded[:, shifted])
         total += float((np.asarray(loss) * real[part]).sum())
-    return total / math.log(2) / (columns * args.batch)
+    return total / math.log(2) / (columns * count)
 
 
 @nnx.jit
@@ -283,7 +319,7 @@ def decode(graph: nnx.GraphDef[TransformerLM], params: nnx.State, state: Any) ->
 def decode_times(args: argparse.Namespace, mixer: str) -> list[float]:
     """Microseconds a token takes at each of the positions.
 
-    The softmax model gets a cache just large enough for each. What a state holds does not change
+    A model with a cache gets one just large enough for each. What a state holds does not change
     the time, so an empty one is declared to be at the position.
     """
 
@@ -347,12 +383,11 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     clock = {"start": time.perf_counter()}
     train_text, held_out = load_text(args.text)
-    graph, params = nnx.split(make_model(args, args.mixer))
-    size = sum(p.size for p in jax.tree.leaves(params))
+    model = make_model(args, args.mixer)
+    size = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
     print(f"{args.mixer}: {size:,} parameters, {len(train_text):,} bytes to learn")
 
-    trained, speed = train(graph, nnx.to_pure_dict(params), train_text, args)
-    model = nnx.merge(graph, trained.params)
+    losses, speed = train(model, train_text, args)
     clock["training, compilation included"] = time.perf_counter()
 
     bits = {args.mixer: held_out_bits(model, held_out, args)}
@@ -365,7 +400,7 @@ def main() -> None:
 
     mixers = dict.fromkeys([args.mixer, "softmax"])
     times = {mixer: decode_times(args, mixer) for mixer in mixers}
-    plot(args.out / "char_lm.png", trained.losses, bits, args.positions, times)
+    plot(args.out / "char_lm.png", losses, bits, args.positions, times)
     clock["decoding times and plot"] = time.perf_counter()
 
     ends = list(clock.values())
@@ -373,7 +408,7 @@ def main() -> None:
         "mixer": args.mixer,
         "parameters": size,
         "steps": args.steps,
-        "final_loss": float(trained.losses[-1]),
+        "final_loss": float(losses[-1]),
         "tokens_per_second": speed,
         "bits_per_byte": bits,
         "step_error": error,

@@ -1,6 +1,7 @@
-"""The main example: killed at any moment it goes on from its last checkpoint, to the same end."""
+"""The main example trains each mixer, and killed at any moment goes on from its last checkpoint."""
 
-import importlib.util
+import argparse
+import importlib
 import json
 import os
 import signal
@@ -9,10 +10,16 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from flax import nnx
 
+from hla_jax.models import TransformerLM
+
 SCRIPT = Path(__file__).parent.parent / "examples" / "char_lm.py"
+sys.path.append(str(SCRIPT.parent))
+char_lm = importlib.import_module("char_lm")
 STEPS, EVERY = 300, 25
 
 
@@ -32,14 +39,10 @@ def start(out: Path, text: Path) -> subprocess.Popen:
 
 
 def final_loss_without_a_kill(out: Path, text: Path) -> float:
-    spec = importlib.util.spec_from_file_location("char_lm", SCRIPT)
-    char_lm = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(char_lm)
     args = char_lm.parse_arguments(arguments(out, text))
-    graph, params = nnx.split(char_lm.make_model(args, args.mixer))
     data, _ = char_lm.load_text(text)
-    trained, _ = char_lm.train(graph, nnx.to_pure_dict(params), data, args)
-    return float(trained.losses[-1])
+    losses, _ = char_lm.train(char_lm.make_model(args, args.mixer), data, args)
+    return float(losses[-1])
 
 
 def saved_steps(out: Path) -> list[int]:
@@ -71,3 +74,42 @@ def test_a_killed_run_resumes_and_ends_like_one_that_was_not(tmp_path):
     bits = results["bits_per_byte"]
     assert bits["hla2"] < 0.7 * bits["unigram (counted on the training text)"]
     assert (out / "char_lm.png").stat().st_size > 10_000
+
+
+def settings(mixer: str, out: Path) -> argparse.Namespace:
+    options = dict(mixer=mixer, out=out, steps=2, batch=1, length=32)
+    options |= dict(layers=1, heads=2, features=16)
+    return char_lm.parse_arguments([f"--{name}={value}" for name, value in options.items()])
+
+
+def split(model: TransformerLM) -> tuple[dict, dict]:
+    """The parameters, and all else that a model holds."""
+    return tuple(map(nnx.to_pure_dict, nnx.split(model, nnx.Param, ...)[1:]))
+
+
+DATA = np.arange(1000, dtype=np.uint8)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_restored_model_is_the_trained_one_with_its_hashes(tmp_path) -> None:
+    args = settings("reformer", tmp_path)
+    model = char_lm.make_model(args, "reformer")
+    char_lm.train(model, DATA, args)
+
+    other = char_lm.make_model(argparse.Namespace(**vars(args) | {"seed": 1}), "reformer")
+    char_lm.train(other, DATA, args)
+    assert jax.tree.leaves(split(model)[1])
+    jax.tree.map(np.testing.assert_array_equal, split(other), split(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", char_lm.MIXERS)
+def test_training_moves_every_parameter_and_nothing_else(mixer, tmp_path) -> None:
+    args = settings(mixer, tmp_path)
+    model = char_lm.make_model(args, mixer)
+    params, fixed = jax.tree.map(np.asarray, split(model))
+    losses, _ = char_lm.train(model, DATA, args)
+    assert np.isfinite(losses).all()
+    trained, still = split(model)
+    jax.tree.map(np.testing.assert_array_equal, still, fixed)
+    assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, trained, params)))
