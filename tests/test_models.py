@@ -105,6 +105,14 @@ def test_prompts_of_a_bucket_share_one_compilation():
     assert compiled._cache_size() == 1
 
 
+def test_a_single_token_is_generated_without_jit_as_with_it():
+    model, prompt = make(), random_tokens(2, 3)
+    options = dict(max_new_tokens=1, temperature=0)
+    with jax.disable_jit():
+        plain = generate(model, prompt, **options)
+    np.testing.assert_array_equal(plain, generate(model, prompt, **options))
+
+
 def test_the_row_is_filled_once_it_has_stopped():
     model, prompt = make(), random_tokens(4, 3)
     options = dict(max_new_tokens=12, key=jax.random.key(0), temperature=3.0)

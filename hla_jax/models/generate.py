@@ -176,6 +176,8 @@ def _generate(
     last = jnp.max(jnp.where(mask, jnp.arange(mask.shape[1]), 0), axis=1)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     first = choose(model.logits(x), keys[0])
+    if max_new_tokens == 1:  # a scan of no steps cannot run without jit
+        return first[:, None]
 
     def step(
         carry: tuple[Any, jax.Array], key: jax.Array
