@@ -9,6 +9,20 @@ from beartype import BeartypeConf, beartype
 typechecked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
+def normals(*shapes: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> list[np.ndarray]:
+    """One array of normal numbers for each shape, of different numbers."""
+    random = np.random.default_rng(seed)
+    return [random.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+def attention_inputs(
+    *, B=2, T=7, S=None, H=4, K=2, D=4, E=3, dtype: Any = np.float32, seed: int = 0
+) -> list[np.ndarray]:
+    """Random q, k and v; S = T unless given."""
+    S = T if S is None else S
+    return normals((B, T, H, D), (B, S, K, D), (B, S, K, E), dtype=dtype, seed=seed)
+
+
 def rms_error(actual: Any, reference: Any) -> float:
     """RMS(actual - reference) / RMS(reference), in float64.
 

@@ -2,10 +2,12 @@
 
 Two independent forms, which test_ops.py compares with each other: `weights` sums over all tuples of
 tokens, in numpy, for short sequences; `recurrence` goes token by token, and JAX differentiates it.
-Both take the operators by their names in `MEMBERS`.
+Both take the operators by their names in `MEMBERS`. `softmax_attention` is what the variants of
+attention compute, each with its own visible keys.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,60 @@ def restarts(mask, segment_ids):
         out[t] = last is not None and segment_ids[t] != last
         last = segment_ids[t]
     return out
+
+
+def segment_labels(mask, segment_ids):
+    """The number of each token's segment, and -1 at masked tokens; [B, T]."""
+    rows = zip(mask, segment_ids, strict=True)
+    return np.array([np.where(row[0], restarts(*row).cumsum(), -1) for row in rows])
+
+
+def same_segment(mask, segment_ids):
+    """Whether two tokens are unmasked and of one segment; [B, T, T]."""
+    labels = segment_labels(mask, segment_ids)
+    return (labels[:, :, None] == labels[:, None, :]) & mask[:, None, :]
+
+
+class SoftmaxAttention(NamedTuple):
+    """Outputs, log-sum-exp, and gradients, which are None where no cotangent was given."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dq: np.ndarray | None = None
+    dk: np.ndarray | None = None
+    dv: np.ndarray | None = None
+
+
+def softmax_attention(q, k, v, visible, *, scale=None, bias=0.0, d_out=None, d_lse=None):
+    """Softmax attention in the library's layout, one query at a time.
+
+    visible broadcasts to [*B, T, S], or to [*B, H, T, S] if it has q's number of axes; bias to the
+    latter. d_out and d_lse are the cotangents of the outputs and of their log-sum-exp.
+    """
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
+    (*B, T, H, D), (S, K, E) = q.shape, v.shape[-3:]
+    scale = D**-0.5 if scale is None else scale
+    visible = visible if np.ndim(visible) == q.ndim else np.expand_dims(visible, -3)
+    visible, bias = (np.broadcast_to(x, (*B, H, T, S)) for x in (visible, bias))
+    out, lse = np.zeros((*B, T, H, E)), np.full((*B, T, H), -np.inf)
+    dq, dk, dv = (np.zeros_like(x) for x in (q, k, v))
+    has_gradients = d_out is not None
+    d_out, d_lse = (0.0 if d is None else np.asarray(d).astype(np.float64) for d in (d_out, d_lse))
+    d_out, d_lse = np.broadcast_to(d_out, out.shape), np.broadcast_to(d_lse, lse.shape)
+    for *b, t, h in np.ndindex(*q.shape[:-1]):
+        query, seen = (*b, t, h), np.flatnonzero(visible[*b, h, t])
+        if len(seen):
+            keys = *b, seen, h // (H // K)
+            logits = scale * k[keys] @ q[query] + bias[*b, h, t, seen]
+            lse[query] = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+            p = np.exp(logits - lse[query])
+            out[query] = p @ v[keys]
+            dp = v[keys] @ d_out[query]
+            d_logits = scale * p * (dp - p @ dp + d_lse[query])
+            dq[query] = d_logits @ k[keys]
+            dk[keys] += np.outer(d_logits, q[query])
+            dv[keys] += np.outer(p, d_out[query])
+    return SoftmaxAttention(out, lse, *([dq, dk, dv] if has_gradients else []))
 
 
 def weights(name, q, k, a):

@@ -1,35 +1,35 @@
 """Softmax attention follows this library's conventions for head groups, padding and packing."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import naive
 import numpy as np
 import pytest
-from helpers import rms_error
+from helpers import attention_inputs, normals, rms_error
 
-from hla_jax._segments import segment_numbers
 from hla_jax.attention import softmax_attention
 
-
-def tokens(*, B=2, T=7, S=7, H=4, K=2, D=4, E=3, seed=0):
-    random = np.random.default_rng(seed)
-    shapes = (B, T, H, D), (B, S, K, D), (B, S, K, E)
-    return tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
+CAUSAL = np.tri(7, dtype=bool)
 
 
-def definition(q, k, v, visible, bias=0.0):
-    """Float64, one query at a time; visible is [B, T, S]."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    (B, T, H, D), (_, S, K, E) = q.shape, v.shape
-    bias = np.broadcast_to(bias, (B, H, T, S))
-    out = np.zeros((B, T, H, E))
-    for b, t, h in np.ndindex(B, T, H):
-        seen = np.flatnonzero(visible[b, t])
-        if len(seen):
-            kv = h // (H // K)
-            logits = k[b, seen, kv] @ q[b, t, h] / np.sqrt(D) + bias[b, h, t, seen]
-            weights = np.exp(logits - logits.max())
-            out[b, t, h] = weights / weights.sum() @ v[b, seen, kv]
-    return out
+@partial(jax.jit, static_argnames="causal")
+def everything(q, k, v, d_out, *, causal=True, **options):
+    """Returns out, dq, dk and dv."""
+    out, pull = jax.vjp(lambda *x: softmax_attention(*x, causal=causal, **options), q, k, v)
+    return out, *pull(d_out)
+
+
+def inputs_and_cotangent(**sizes):
+    q, k, v = attention_inputs(**sizes)
+    return q, k, v, *normals((*q.shape[:-1], v.shape[-1]), dtype=v.dtype, seed=9)
+
+
+def check(got, q, k, v, d_out, visible, tolerance=1e-6, **options):
+    wanted = naive.softmax_attention(q, k, v, visible, d_out=d_out, **options)
+    for name, x in zip(("out", "dq", "dk", "dv"), got, strict=True):
+        assert rms_error(x, getattr(wanted, name)) < tolerance, name
 
 
 @pytest.mark.parametrize(
@@ -38,92 +38,72 @@ def definition(q, k, v, visible, bias=0.0):
         (dict(), True),
         (dict(H=3, K=1, D=5, E=7), True),
         (dict(T=3, S=6), False),
-        (dict(T=1, S=1), True),
+        (dict(T=1), True),
+        (dict(T=0), True),
     ],
 )
 def test_equals_the_definition(sizes, causal):
-    q, k, v = tokens(**sizes)
-    B, T, S = len(q), q.shape[1], k.shape[1]
-    visible = np.broadcast_to(np.tri(T, S) if causal else np.ones((T, S)), (B, T, S))
-    assert rms_error(softmax_attention(q, k, v, causal=causal), definition(q, k, v, visible)) < 1e-6
+    given = inputs_and_cotangent(**sizes)
+    T, S = given[0].shape[1], given[1].shape[1]
+    visible = np.tri(T, S) if causal else np.ones((T, S))
+    check(everything(*given, causal=causal), *given, visible)
 
 
 def test_bias_is_added_to_the_logits_of_each_head():
-    q, k, v = tokens()
-    bias = np.random.default_rng(1).normal(size=(4, 7, 7)).astype(np.float32)
-    visible = np.broadcast_to(np.tri(7), (2, 7, 7))
-    got = softmax_attention(q, k, v, bias=bias)
-    assert rms_error(got, definition(q, k, v, visible, bias)) < 1e-6
+    given = inputs_and_cotangent()
+    (bias,) = normals((4, 7, 7), seed=1)
+    check(everything(*given, bias=bias), *given, CAUSAL, bias=bias)
 
 
 def test_a_masked_token_has_no_influence_whatever_it_holds():
-    q, k, v = tokens()
+    q, k, v, d_out = inputs_and_cotangent()
     mask = np.ones((2, 7), bool)
     mask[0, [0, 3]] = mask[1, 6] = False
-    poison = jnp.where(mask[..., None, None], 0.0, jnp.nan)
-    visible = np.tri(7, dtype=bool) & mask[:, None, :] & mask[:, :, None]
-
-    def loss(q, k, v):
-        return (softmax_attention(q, k, v, mask=mask) ** 2).sum()
-
-    got = softmax_attention(q + poison, k + poison, v + poison, mask=mask)
-    assert rms_error(got, definition(q, k, v, visible)) < 1e-6
-    clean = jax.grad(loss, (0, 1, 2))(q, k, v)
-    poisoned = jax.grad(loss, (0, 1, 2))(q + poison, k + poison, v + poison)
+    poison = np.where(mask[..., None, None], 0, np.nan).astype(np.float32)
+    visible = CAUSAL & mask[:, None, :] & mask[:, :, None]
+    clean = everything(q, k, v, d_out, mask=mask)
+    poisoned = everything(q + poison, k + poison, v + poison, d_out, mask=mask)
+    check(clean, q, k, v, d_out, visible)
     for a, b in zip(clean, poisoned, strict=True):
         np.testing.assert_array_equal(a, b)
         assert (np.asarray(b)[~mask] == 0).all()
 
 
-def test_a_query_without_keys_gives_zero_and_finite_gradients():
-    q, k, v = tokens(T=3, S=3)
-
-    def out(q, k, v):
-        return softmax_attention(q, k, v, causal=False, mask=jnp.zeros((2, 3), bool))
-
-    np.testing.assert_array_equal(out(q, k, v), 0)
-    for gradient in jax.grad(lambda *x: out(*x).sum(), (0, 1, 2))(q, k, v):
-        np.testing.assert_array_equal(gradient, 0)
+def test_a_query_without_keys_gives_zero_and_its_gradients_are_zero():
+    for x in everything(*inputs_and_cotangent(), causal=False, mask=np.zeros((2, 7), bool)):
+        np.testing.assert_array_equal(x, 0)
 
 
-def test_segments_are_packed_as_if_alone():
-    q, k, v = tokens(B=1, T=12, S=12)
-    ids = jnp.array([[3] * 5 + [1] * 4 + [3] * 3])
-    packed = softmax_attention(q, k, v, segment_ids=ids)
-    alone = [
-        softmax_attention(q[:, s], k[:, s], v[:, s]) for s in (np.s_[:5], np.s_[5:9], np.s_[9:])
-    ]
-    np.testing.assert_allclose(packed, jnp.concatenate(alone, axis=1), rtol=2e-6, atol=1e-6)
+def test_segments_are_packed_as_if_alone_and_ids_of_masked_tokens_start_none():
+    given = inputs_and_cotangent()
+    mask = np.array([[0, 1, 0, 1, 1, 0, 1], [1] * 7], bool)
+    ids = np.array([[9, 1, 9, 1, 2, 1, 2], [3, 3, 1, 1, 3, 3, 3]])
+    labels = np.array([[-1, 0, -1, 0, 1, -1, 1], [0, 0, 1, 1, 2, 2, 2]])
+    visible = CAUSAL & (labels[:, :, None] == labels[:, None, :]) & mask[:, :, None]
+    check(everything(*given, mask=mask, segment_ids=ids), *given, visible)
+    np.testing.assert_array_equal(naive.same_segment(mask, ids) & CAUSAL, visible)
 
 
-def test_ids_of_masked_tokens_do_not_start_segments():
-    mask = jnp.array([[False, True, False, True, True, False, True]])
-    ids = jnp.array([[9, 1, 9, 1, 2, 1, 2]])
-    np.testing.assert_array_equal(segment_numbers(ids, mask), [[0, 0, 0, 0, 1, 1, 1]])
-
-
-def test_any_leading_axes_and_no_tokens():
-    q, k, v = tokens(B=4)
-    q2, k2, v2 = (x.reshape(2, 2, *x.shape[1:]) for x in (q, k, v))
-    got = softmax_attention(q2, k2, v2).reshape(4, 7, 4, 3)
-    np.testing.assert_allclose(got, softmax_attention(q, k, v), rtol=1e-6)
-    assert softmax_attention(q[:, :0], k[:, :0], v[:, :0]).shape == (4, 0, 4, 3)
+def test_any_leading_axes():
+    given = inputs_and_cotangent()
+    folded = everything(*(x[:, None] for x in given))
+    first = everything(*(x[0] for x in given))
+    for x, a, b in zip(everything(*given), folded, first, strict=True):
+        np.testing.assert_allclose(a[:, 0], x, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(b, x[0], rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_values_give_bfloat16_outputs():
-    q, k, v = (x.astype(jnp.bfloat16) for x in tokens())
-    got = softmax_attention(q, k, v)
-    visible = np.broadcast_to(np.tri(7), (2, 7, 7))
-    assert got.dtype == jnp.bfloat16
-    assert rms_error(got, definition(q, k, v, visible)) < 1e-2
+    given = inputs_and_cotangent(dtype=jnp.bfloat16)
+    got = everything(*given)
+    assert {x.dtype for x in got} == {np.dtype(jnp.bfloat16)}
+    check(got, *given, CAUSAL, tolerance=1e-2)
 
 
 def test_float64_is_kept_throughout(x64):
-    q, k, v = (x.astype(jnp.float64) for x in tokens())
-    visible = np.broadcast_to(np.tri(7), (2, 7, 7))
-    bias = np.random.default_rng(1).normal(size=(4, 7, 7))
-    got = softmax_attention(q, k, v, bias=bias)
-    assert rms_error(got, definition(q, k, v, visible, bias)) < 1e-14
+    given = inputs_and_cotangent(dtype=np.float64)
+    (bias,) = normals((4, 7, 7), dtype=np.float64, seed=1)
+    check(everything(*given, bias=bias), *given, CAUSAL, tolerance=1e-14, bias=bias)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +117,6 @@ def test_float64_is_kept_throughout(x64):
 )
 def test_a_wrong_argument_is_named(change, message, no_type_checks):
     change = dict(change)
-    q, k, v = tokens(**change.pop("sizes", {}))
+    q, k, v = attention_inputs(**change.pop("sizes", {}))
     with pytest.raises(ValueError, match=message):
         softmax_attention(q, k, v, **change)

@@ -1,69 +1,49 @@
 """FlashAttention is softmax attention: outputs, log-sum-exp and gradients, in linear memory."""
 
+import importlib
 import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import naive
 import numpy as np
 import pytest
-from helpers import rms_error
+from helpers import attention_inputs, normals, rms_error
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from hla_jax.attention import flash, softmax_attention
+from hla_jax.attention import flash
 from hla_jax.attention.flash import flash_attention
+
+sys.path.append(str(Path(__file__).parents[1] / "examples/benchmarks"))
+costs = importlib.import_module("costs")
 
 BLOCK = 32
 
+tokens = partial(attention_inputs, B=1, T=65, H=2, K=1)
 
-def tokens(*, B=1, T=65, S=None, H=2, K=1, D=4, E=3, dtype=np.float32, seed=0):
-    random = np.random.default_rng(seed)
-    S = T if S is None else S
-    shapes = (B, T, H, D), (B, S, K, D), (B, S, K, E)
-    return tuple(random.normal(size=shape).astype(dtype) for shape in shapes)
+
+def with_cotangents(q, k, v):
+    """Adds the cotangents of out and lse."""
+    (d_out,) = normals((*q.shape[:-1], v.shape[-1]), dtype=v.dtype, seed=9)
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    return q, k, v, d_out, *normals(q.shape[:-1], dtype=dtype, seed=10)
+
+
+@partial(jax.jit, static_argnames=("causal", "scale", "block_size"))
+def everything(q, k, v, d_out, d_lse, **options):
+    """Returns out, lse, dq, dk and dv."""
+    results, pull = jax.vjp(lambda *x: flash_attention(*x, **options), q, k, v)
+    return *results, *pull((d_out, d_lse))
 
 
 def definition(q, k, v, d_out, d_lse, *, visible, scale=None):
-    """Returns out, lse, dq, dk and dv in float64, one query at a time; visible is [B, T, S]."""
-    q, k, v, d_out, d_lse = (np.asarray(x, np.float64) for x in (q, k, v, d_out, d_lse))
-    (B, T, H, D), (_, _, K, E) = q.shape, v.shape
-    scale = D**-0.5 if scale is None else scale
-    out, lse = np.zeros((B, T, H, E)), np.full((B, T, H), -np.inf)
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for b, t, h in np.ndindex(B, T, H):
-        s, g = np.flatnonzero(visible[b, t]), h // (H // K)
-        if len(s):
-            logits = scale * k[b, s, g] @ q[b, t, h]
-            lse[b, t, h] = logits.max() + np.log(np.exp(logits - logits.max()).sum())
-            p = np.exp(logits - lse[b, t, h])
-            out[b, t, h] = p @ v[b, s, g]
-            dp = v[b, s, g] @ d_out[b, t, h]
-            d_logits = scale * p * (dp - p @ dp + d_lse[b, t, h])
-            dq[b, t, h] = d_logits @ k[b, s, g]
-            dk[b, s, g] += np.outer(d_logits, q[b, t, h])
-            dv[b, s, g] += np.outer(p, d_out[b, t, h])
-    return out, lse, dq, dk, dv
-
-
-def everything(q, k, v, d_out, d_lse, **options):
-    """Returns out, lse, dq, dk and dv; the cotangents are those of out and lse."""
-
-    @jax.jit
-    def run(q, k, v, d_out, d_lse):
-        results, vjp = jax.vjp(lambda *x: flash_attention(*x, **options), q, k, v)
-        return *results, *vjp((d_out, d_lse))
-
-    return run(q, k, v, d_out, d_lse)
-
-
-def cotangents(q, v):
-    random = np.random.default_rng(9)
-    d_out = random.normal(size=(*q.shape[:-1], v.shape[-1])).astype(v.dtype)
-    return d_out, random.normal(size=q.shape[:-1]).astype(jnp.promote_types(q.dtype, jnp.float32))
+    return naive.softmax_attention(q, k, v, visible, scale=scale, d_out=d_out, d_lse=d_lse)
 
 
 def check(got, wanted, tolerance):
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
+    for name, a, b in zip(wanted._fields, got, wanted, strict=True):
         assert a.shape == b.shape, name
         finite = np.isfinite(b)  # the lse of a query without keys is -inf in both
         np.testing.assert_array_equal(np.asarray(a)[~finite], b[~finite])
@@ -76,58 +56,45 @@ def check(got, wanted, tolerance):
         (dict(T=0), True),
         (dict(T=1), True),
         (dict(T=63, H=6, K=2, B=2), True),
-        (dict(T=65, D=6, E=4), True),  # widths 192 and 128, scaled down
+        (dict(T=64), True),
         (dict(T=130, H=3, K=3, E=9), True),
-        (dict(T=33, S=130), False),  # 512 queries and 2048 keys, scaled down
-        (dict(T=70, S=1), False),
+        (dict(T=33, S=130, D=6, E=4), False),  # 512 and 2048 tokens, widths 192 and 128, scaled
         (dict(T=5, S=0), False),
     ],
 )
 def test_equals_the_definition(sizes, causal):
-    q, k, v = tokens(**sizes)
-    (B, T), S = q.shape[:2], k.shape[1]
-    visible = np.broadcast_to(np.tri(T, S) if causal else np.ones((T, S)), (B, T, S))
-    given = (q, k, v, *cotangents(q, v))
+    given = with_cotangents(*tokens(**sizes))
+    T, S = given[0].shape[1], given[1].shape[1]
+    visible = np.tri(T, S) if causal else np.ones((T, S))
     got = everything(*given, causal=causal, block_size=BLOCK)
     check(got, definition(*given, visible=visible), 2e-6)
 
 
 def test_segments_and_masked_tokens_that_hold_nan():
-    q, k, v = tokens(B=2, T=65)
+    q, k, v, *cotangents = with_cotangents(*tokens(B=2))
     mask = np.random.default_rng(1).random((2, 65)) < 0.7
     mask[1, :40] = False  # a whole block of keys that nobody sees
     ids = np.broadcast_to(np.repeat([4, 2, 4], [20, 15, 30]), (2, 65))
-    same = np.repeat([0, 1, 2], [20, 15, 30])[:, None] == np.repeat([0, 1, 2], [20, 15, 30])
-    visible = np.tri(65, dtype=bool) & same & mask[:, None, :] & mask[:, :, None]
-    wanted = definition(q, k, v, *cotangents(q, v), visible=visible)
+    visible = np.tri(65, dtype=bool) & naive.same_segment(mask, ids)
+    wanted = definition(q, k, v, *cotangents, visible=visible)
     poison = np.where(mask[..., None, None], 0, np.nan).astype(np.float32)
-    got = everything(
-        q + poison,
-        k + poison,
-        v + poison,
-        *cotangents(q, v),
-        mask=mask,
-        segment_ids=ids,
-        block_size=BLOCK,
-    )
+    poisoned = (x + poison for x in (q, k, v))
+    got = everything(*poisoned, *cotangents, mask=mask, segment_ids=ids, block_size=BLOCK)
     check(got, wanted, 2e-6)
 
 
 def test_where_not_causal_the_mask_speaks_of_keys_alone():
-    q, k, v = tokens(T=40, S=70)
+    given = with_cotangents(*tokens(T=40, S=70))
     mask = np.random.default_rng(1).random((1, 70)) < 0.5
-    given = (q, k, v, *cotangents(q, v))
     got = everything(*given, causal=False, mask=mask, scale=0.3, block_size=BLOCK)
-    visible = np.broadcast_to(mask[:, None, :], (1, 40, 70))
-    check(got, definition(*given, visible=visible, scale=0.3), 2e-6)
+    check(got, definition(*given, visible=mask[:, None, :], scale=0.3), 2e-6)
 
 
 def test_a_query_without_keys_gives_zero_and_its_gradients_are_zero():
-    q, k, v = tokens(T=3)
-    d_out, d_lse = cotangents(q, v)
+    *given, d_lse = with_cotangents(*tokens(T=3))
     d_lse = np.full_like(d_lse, -np.inf)  # as a function of lse = -inf would have it
     mask = np.zeros((1, 3), bool)
-    out, lse, *gradients = everything(q, k, v, d_out, d_lse, causal=False, mask=mask)
+    out, lse, *gradients = everything(*given, d_lse, causal=False, mask=mask)
     np.testing.assert_array_equal(lse, -np.inf)
     for x in (out, *gradients):
         np.testing.assert_array_equal(x, 0)
@@ -135,46 +102,45 @@ def test_a_query_without_keys_gives_zero_and_its_gradients_are_zero():
 
 def test_blocks_in_the_future_are_not_visited():
     # Multiplied by weights of 0, the NaNs would be seen.
-    q, k, v = tokens(T=2 * BLOCK)
+    q, k, v, *cotangents = with_cotangents(*tokens(T=2 * BLOCK))
     k[:, BLOCK:], v[:, BLOCK:] = np.nan, np.nan
-    d_out, d_lse = cotangents(q, v)
-    out, lse, dq, *_ = everything(q, k, v, d_out, d_lse, block_size=BLOCK)
+    out, lse, dq, *_ = everything(q, k, v, *cotangents, causal=True, block_size=BLOCK)
     for x in (out, lse, dq):
         assert np.isfinite(x[:, :BLOCK]).all()
         assert np.isnan(x[:, BLOCK:]).all()
 
 
 def test_large_logits_do_not_overflow():
-    q, k, v = tokens(T=40)
-    given = (10 * q, 10 * k, v, *cotangents(q, v))
-    got = everything(*given, block_size=16)
-    check(got, definition(*given, visible=np.tri(40)[None]), 1e-5)
+    q, k, v, *cotangents = with_cotangents(*tokens(T=2 * BLOCK))
+    given = (10 * q, 10 * k, v, *cotangents)
+    got = everything(*given, causal=True, block_size=BLOCK)
+    check(got, definition(*given, visible=np.tri(2 * BLOCK)), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_is_for_products_not_for_sums(dtype):
-    q, k, v = (jnp.asarray(x, dtype) for x in tokens(T=65))
-    given = (q, k, v, jnp.asarray(cotangents(q, v)[0], dtype), cotangents(q, v)[1])
+    given = with_cotangents(*tokens(dtype=dtype))
     got = everything(*given, block_size=BLOCK)
     assert [x.dtype for x in got] == [dtype, jnp.float32, dtype, dtype, dtype]
-    wanted = definition(*given, visible=np.tri(65)[None])
+    wanted = definition(*given, visible=np.tri(65))
     check(got, wanted, 4 * float(jnp.finfo(dtype).eps))
-    assert rms_error(got[1], wanted[1]) < 1e-6  # lse is not rounded
+    assert rms_error(got[1], wanted.lse) < 1e-6  # lse is not rounded
 
-    # The sum of many equal weights grows on: bfloat16 would stop at 256.
-    ones = jnp.ones((600, 1, 1), dtype)
-    out, lse = flash_attention(0 * ones, 0 * ones, ones, block_size=1, causal=False)
+
+def test_a_sum_of_many_equal_weights_grows_on():
+    ones = jnp.ones((600, 1, 1), jnp.bfloat16)  # in which a sum of ones stops at 256
+    attention = jax.jit(partial(flash_attention, block_size=1, causal=False))
+    out, lse = attention(0 * ones, 0 * ones, ones)
     np.testing.assert_array_equal(out, 1)
     np.testing.assert_allclose(lse, np.log(600), rtol=1e-6)
 
 
 def test_float64_is_kept(x64):
-    q, k, v = tokens(dtype=np.float64)
-    given = (q, k, v, *cotangents(q, v))
+    given = with_cotangents(*tokens(dtype=np.float64))
     got = everything(*given, block_size=BLOCK)
     assert {x.dtype for x in got} == {np.dtype(np.float64)}
-    check(got, definition(*given, visible=np.tri(65)[None]), 1e-14)
-    out, lse = flash_attention(*(x.astype(np.float32) for x in (q, k, v)), block_size=BLOCK)
+    check(got, definition(*given, visible=np.tri(65)), 1e-14)
+    out, lse = jax.eval_shape(flash_attention, *tokens())
     assert (out.dtype, lse.dtype) == (np.float32, np.float32)
 
 
@@ -211,26 +177,20 @@ def test_any_batch_axes_vmap_remat_and_meshes():
 
 
 def test_without_jit():
-    q, k, v = tokens(T=5, H=1)
-    given = (q, k, v, *cotangents(q, v))
+    given = with_cotangents(*tokens(T=4, H=1))
     with jax.disable_jit():
-        got = everything(*given, block_size=3)
-    check(got, definition(*given, visible=np.tri(5)[None]), 2e-6)
+        got = everything(*given, block_size=2)
+    check(got, definition(*given, visible=np.tri(4)), 2e-6)
 
 
 def test_memory_grows_linearly_forward_and_backward():
-    def temporaries(attention, T):
-        tokens = jax.ShapeDtypeStruct((T, 1, 8), jnp.float32)
-        gradient = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v).sum(), (0, 1, 2)))
-        return gradient.lower(tokens, tokens, tokens).compile().memory_analysis().temp_size_in_bytes
-
-    def exponent(attention, lengths):
-        sizes = [temporaries(attention, T) for T in lengths]
-        return np.polyfit(np.log(lengths), np.log(sizes), 1)[0]
+    def gradient(q, k, v):
+        return jax.grad(lambda *x: flash_attention(*x, block_size=64)[0].sum(), (0, 1, 2))(q, k, v)
 
     lengths = (1024, 2048, 4096)
-    assert exponent(lambda *x: flash_attention(*x, block_size=64)[0], lengths) < 1.2
-    assert exponent(softmax_attention, lengths) > 1.5
+    inputs = [[jax.ShapeDtypeStruct((T, 1, 8), jnp.float32)] * 3 for T in lengths]
+    sizes = [costs.temp_bytes(gradient, *x) for x in inputs]
+    assert costs.exponent(lengths, sizes) < 1.2
 
 
 @pytest.mark.parametrize(
@@ -250,23 +210,23 @@ def test_what_cannot_be_served_is_refused_while_tracing(options, message, no_typ
 
 
 def check_adapter(implementation):
-    """A library's outputs and gradients are those of "xla", and lse costs nothing where unused."""
-    given = tokens(B=4, T=40, H=4, K=2, D=6, E=9)
+    """A library's outputs and gradients are right, and lse costs nothing where it is not used."""
+    q, k, v, *cotangents = with_cotangents(*tokens(B=4, T=40, H=4, K=2, D=6, E=9))
 
-    def loss(which, options, q, k, v):
-        return sum((flash_attention(q, k, v, **options)[i] ** 2).sum() for i in which)
+    def compiled(causal, used):
+        options = dict(causal=causal, scale=0.3, block_size=8, implementation=implementation)
 
-    def gradient(which, **options):
-        loss_of_tokens = partial(loss, which, dict(block_size=8, scale=0.3) | options)
-        return jax.jit(jax.grad(loss_of_tokens, (0, 1, 2)))
+        def run(q, k, v):
+            results, pull = jax.vjp(lambda *x: flash_attention(*x, **options)[:used], q, k, v)
+            return *results, *pull(tuple(cotangents[:used]))
 
-    for causal in (True, False):
-        got = gradient((0, 1), causal=causal, implementation=implementation)(*given)
-        for a, b in zip(got, gradient((0, 1), causal=causal)(*given), strict=True):
-            assert rms_error(a, b) < 2e-6
-    for which, has_loops in (((0,), False), ((0, 1), True)):
-        compiled = gradient(which, implementation=implementation).lower(*given).compile()
-        assert ("while(" in compiled.as_text()) == has_loops
+        return jax.jit(run).lower(q, k, v).compile()
+
+    for causal, visible in ((True, np.tri(40)), (False, np.ones((40, 40)))):
+        run = compiled(causal, 2)
+        check(run(q, k, v), definition(q, k, v, *cotangents, visible=visible, scale=0.3), 2e-6)
+    assert "while(" in run.as_text()
+    assert "while(" not in compiled(False, 1).as_text()
 
 
 def test_the_arguments_of_cudnn_mean_the_same(monkeypatch):
