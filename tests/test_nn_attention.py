@@ -229,7 +229,7 @@ def test_a_row_longer_than_a_projection_is_refused(no_type_checks):
 
 
 def test_a_language_model_refuses_layers_that_look_ahead():
-    with pytest.raises(ValueError, match="causal layers"):
+    with pytest.raises(ValueError, match="layers with causal=True"):
         TransformerLM(
             8,
             num_layers=1,

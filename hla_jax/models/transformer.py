@@ -1,4 +1,4 @@
-"""A language model: pre-norm Transformer blocks around any of the token-mixing layers."""
+"""A language model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,62 +12,14 @@ from jaxtyping import Float, Int
 from hla_jax import nn
 from hla_jax._check import checked
 from hla_jax._types import Array, Mask, SegmentIds
-
-MIXERS: dict[str, Callable[..., nn.Mixer]] = {
-    "linear": nn.LinearAttention,
-    "hla2": nn.HLA2,
-    "ahla": nn.AHLA,
-    "hla3": nn.HLA3,
-    "softmax": nn.SoftmaxAttention,
-    "flash": nn.FlashAttention,
-    "mla": nn.MLA,
-    "sliding_window": nn.SlidingWindowAttention,
-    "sparse": nn.SparseAttention,
-    "longformer": nn.Longformer,
-    "big_bird": nn.BigBird,
-    "performer": nn.Performer,
-    "reformer": nn.Reformer,
-}
-
-State = tuple[nn.MixerState, ...]
-
-
-class Block(nnx.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)), with a squared ReLU inside the MLP.
-
-    The squared ReLU needs no transcendental function, unlike a GELU.
-
-    Source: Primer (So et al. 2021, arXiv 2109.08668), for the squared ReLU.
-    """
-
-    def __init__(
-        self,
-        features: int,
-        mlp_features: int,
-        mixer: nn.Mixer,
-        *,
-        dtype: DTypeLike | None,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ):
-        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.mixer_norm = nnx.RMSNorm(features, **kinds)
-        self.mixer = mixer
-        self.mlp_norm = nnx.RMSNorm(features, **kinds)
-        self.up = nnx.Linear(features, mlp_features, use_bias=False, **kinds)
-        self.down = nnx.Linear(mlp_features, features, use_bias=False, **kinds)
-
-    def __call__(
-        self,
-        x: Float[jax.Array, "B T F"],
-        state: nn.MixerState | None = None,
-        mask: Mask | None = None,
-        segment_ids: SegmentIds | None = None,
-    ) -> tuple[Float[jax.Array, "B T F"], nn.MixerState]:
-        """The call of the token-mixing layers, see `hla_jax.nn.Mixer`; x and y are [B, T, F]."""
-        y, state = self.mixer(self.mixer_norm(x), state, mask, segment_ids)
-        x = x + y
-        return x + self.down(jnp.square(jax.nn.relu(self.up(self.mlp_norm(x))))), state
+from hla_jax.models.blocks import (
+    MIXERS,
+    Block,
+    State,
+    length_limit,
+    make_mixers,
+    run_blocks,
+)
 
 
 class TransformerLM(nnx.Module):
@@ -120,24 +72,12 @@ class TransformerLM(nnx.Module):
         rngs: nnx.Rngs,
         **mixer_options: Any,
     ):
-        if isinstance(mixer, str) and mixer not in MIXERS:
-            raise ValueError(f"mixer must be one of {sorted(MIXERS)} or a callable, got {mixer!r}")
-        make = MIXERS[mixer] if isinstance(mixer, str) else mixer
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.embed = nnx.Embed(vocab_size, features, **kinds)
-        self.blocks = nnx.List(
-            [
-                Block(
-                    features,
-                    mlp_features or 4 * features,
-                    make(num_heads=num_heads, in_features=features, **kinds, **mixer_options),
-                    **kinds,
-                )
-                for _ in range(num_layers)
-            ]
-        )
-        if not all(block.mixer.causal for block in self.blocks):
-            raise ValueError(f"mixer must make causal layers, got others from {mixer!r}")
+        mixer_options |= dict(num_heads=num_heads, in_features=features, **kinds)
+        mixers = make_mixers(mixer, MIXERS, num_layers, causal=True, **mixer_options)
+        mlp_features = mlp_features or 4 * features
+        self.blocks = nnx.List([Block(features, mlp_features, m, **kinds) for m in mixers])
         self.norm = nnx.RMSNorm(features, **kinds)
         self.head = None if tied else nnx.Linear(features, vocab_size, use_bias=False, **kinds)
 
@@ -199,12 +139,8 @@ class TransformerLM(nnx.Module):
         if mask is not None:
             mask = checked("mask", mask, tokens.shape, jnp.bool_)
             tokens = jnp.where(mask, tokens, 0)
-        x = self.embed(tokens)
-        states = []
-        for i, block in enumerate(self.blocks):
-            x, after = block(x, None if state is None else state[i], mask, segment_ids)
-            states.append(after)
-        return self.norm(x), tuple(states)
+        x, after = run_blocks(self.blocks, self.embed(tokens), state, mask, segment_ids)
+        return self.norm(x), after
 
     def logits(self, x: Float[jax.Array, "*B F"]) -> Float[jax.Array, "*B V"]:
         """The logits [*B, V] of features [*B, F]."""
@@ -217,5 +153,4 @@ class TransformerLM(nnx.Module):
     @property
     def max_length(self) -> int | None:
         """How many tokens a row may have, if a KV cache limits it."""
-        limits = [getattr(block.mixer, "max_length", None) for block in self.blocks]
-        return min((limit for limit in limits if limit is not None), default=None)
+        return length_limit(self.blocks)

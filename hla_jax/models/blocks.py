@@ -1,0 +1,114 @@
+"""Pre-norm Transformer blocks around the token-mixing layers: what models are made of."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from hla_jax import nn
+from hla_jax._types import Mask, SegmentIds
+
+MIXERS: dict[str, Callable[..., nn.Mixer]] = {
+    "linear": nn.LinearAttention,
+    "hla2": nn.HLA2,
+    "ahla": nn.AHLA,
+    "hla3": nn.HLA3,
+    "softmax": nn.SoftmaxAttention,
+    "flash": nn.FlashAttention,
+    "mla": nn.MLA,
+    "sliding_window": nn.SlidingWindowAttention,
+    "sparse": nn.SparseAttention,
+    "longformer": nn.Longformer,
+    "big_bird": nn.BigBird,
+    "performer": nn.Performer,
+    "reformer": nn.Reformer,
+}
+
+# Those whose cache has a slot for each token: they take max_length.
+CACHED = {"softmax", "flash", "mla", "sparse", "longformer", "big_bird", "reformer"}
+
+State = tuple[nn.MixerState, ...]
+
+
+class Block(nnx.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)), with a squared ReLU inside the MLP.
+
+    The squared ReLU needs no transcendental function, unlike a GELU.
+
+    Source: Primer (So et al. 2021, arXiv 2109.08668), for the squared ReLU.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        mixer: nn.Mixer,
+        *,
+        dtype: DTypeLike | None,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.mixer_norm = nnx.RMSNorm(features, **kinds)
+        self.mixer = mixer
+        self.mlp_norm = nnx.RMSNorm(features, **kinds)
+        self.up = nnx.Linear(features, mlp_features, use_bias=False, **kinds)
+        self.down = nnx.Linear(mlp_features, features, use_bias=False, **kinds)
+
+    def __call__(
+        self,
+        x: Float[jax.Array, "B T F"],
+        state: nn.MixerState | None = None,
+        mask: Mask | None = None,
+        segment_ids: SegmentIds | None = None,
+    ) -> tuple[Float[jax.Array, "B T F"], nn.MixerState]:
+        """The call of the token-mixing layers, see `hla_jax.nn.Mixer`; x and y are [B, T, F]."""
+        y, state = self.mixer(self.mixer_norm(x), state, mask, segment_ids)
+        x = x + y
+        return x + self.down(jnp.square(jax.nn.relu(self.up(self.mlp_norm(x))))), state
+
+
+def make_mixers(
+    mixer: str | Callable[..., nn.Mixer],
+    known: Mapping[str, Callable[..., nn.Mixer]],
+    count: int,
+    *,
+    causal: bool,
+    **options: Any,
+) -> Iterator[nn.Mixer]:
+    """Makes so many layers, one by one, of the kind that a model was asked for."""
+    if isinstance(mixer, str) and mixer not in known:
+        raise ValueError(f"mixer must be one of {sorted(known)} or a callable, got {mixer!r}")
+    make = known[mixer] if isinstance(mixer, str) else mixer
+    for _ in range(count):
+        layer = make(**options)
+        if layer.causal != causal:
+            raise ValueError(f"mixer must make layers with causal={causal}, got others: {mixer!r}")
+        yield layer
+
+
+def run_blocks(
+    blocks: Iterable[Block],
+    x: Float[jax.Array, "B T F"],
+    state: State | None,
+    mask: Mask | None = None,
+    segment_ids: SegmentIds | None = None,
+) -> tuple[Float[jax.Array, "B T F"], State]:
+    """Passes x through the blocks; returns it, and the state of each."""
+    blocks = tuple(blocks)
+    states = (None,) * len(blocks) if state is None else state
+    after = []
+    for block, before in zip(blocks, states, strict=True):
+        x, left = block(x, before, mask, segment_ids)
+        after.append(left)
+    return x, tuple(after)
+
+
+def length_limit(blocks: Iterable[Block]) -> int | None:
+    """How many tokens a row may have, if a cache limits it."""
+    limits = [getattr(block.mixer, "max_length", None) for block in blocks]
+    return min((limit for limit in limits if limit is not None), default=None)
