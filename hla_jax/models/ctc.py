@@ -158,8 +158,10 @@ def beam_decode(
       >>> import numpy as np
       >>> log_probs = np.log(np.array([[[0.6, 0.4], [0.6, 0.4]]]))  # two blanks: 0.36
       >>> lengths = np.array([2])
-      >>> print(greedy_decode(log_probs, lengths), beam_decode(log_probs, lengths, 2))
-      [[]] [[1]]
+      >>> print(greedy_decode(log_probs, lengths))
+      [[]]
+      >>> print(beam_decode(log_probs, lengths, 2))
+      [[1]]
     """
     check_sizes(beam_size=beam_size)
     return [_beam_search(frames, beam_size) for frames in _rows(log_probs, lengths)]
