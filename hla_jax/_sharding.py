@@ -13,6 +13,11 @@ def has_explicit_axes(tree: Any) -> bool:
     return any(axis is not None for x in leaves for axis in jax.typeof(x).sharding.spec)
 
 
+def specs_of(tree: Any) -> Any:
+    """The `PartitionSpec` that each array's type carries."""
+    return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
+
+
 def left_to_the_compiler(run: Callable[[Any], Any], tree: Any, specs: Callable[[], Any]) -> Any:
     """Returns run(tree), also on explicit mesh axes: there the compiler shards the inside.
 

@@ -55,6 +55,23 @@ def test_bias_is_added_to_the_logits_of_each_head():
     check(everything(*given, bias=bias), *given, CAUSAL, bias=bias)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("hidden", [-np.inf, np.finfo(np.float32).min])
+def test_no_bias_gives_weight_to_keys_that_are_not_visible(dtype, hidden, x64):
+    q, k, v, d_out = inputs_and_cotangent(dtype=dtype)
+    bias = np.zeros((7, 7), dtype)
+    bias[2, :3] = hidden
+    got = everything(q, k, v, d_out, bias=bias)
+    kept = np.delete(np.arange(7), 2)
+    wanted = naive.softmax_attention(q, k, v, CAUSAL)
+    assert rms_error(got[0][:, kept], wanted.out[:, kept]) < 1e-6
+    v[:, 3:] += 100
+    later = everything(q, k, v, d_out, bias=bias)
+    np.testing.assert_array_equal(later[0][:, 2], got[0][:, 2])
+    assert all(np.isfinite(x).all() for x in got)
+    assert (np.asarray(got[0][:, 2]) == 0).all() == np.isinf(hidden)
+
+
 def test_a_masked_token_has_no_influence_whatever_it_holds():
     q, k, v, d_out = inputs_and_cotangent()
     mask = np.ones((2, 7), bool)

@@ -122,7 +122,7 @@ class TestMeanPooling:
 
     def test_refuses_parameters_without_kv_heads(self):
         with pytest.raises(ValueError, match="params must have"):
-            nn.mean_pool_kv_heads({"dense": {"kernel": jnp.ones((3, 4))}}, 2)
+            nn.mean_pool_kv_heads(nnx.state(make("mla"), nnx.Param), 2)
 
 
 def longformer_by_definition(layer, x):
@@ -153,6 +153,12 @@ def test_longformer_projects_global_tokens_anew():
     assert rms_error(call(layer, x)[0], wanted) < 1e-5
 
 
+def test_heads_are_rounded_to_bfloat16_by_no_layer_of_float32_parameters():
+    layer = nn.MLA(H, F, kv_rank=5, rotary_dim=2, rngs=nnx.Rngs(0))
+    x = features().astype(jnp.bfloat16)
+    assert rms_error(call(layer, x), call(layer, x.astype(jnp.float32))) < 1e-6
+
+
 class TestRandomParts:
     """They are drawn once, kept with the parameters, and differ from layer to layer."""
 
@@ -174,6 +180,11 @@ class TestRandomParts:
         gradient = nnx.jit(nnx.grad(loss))(make(name), features())
         leaves = jax.tree.leaves(gradient)
         assert all(np.isfinite(a).all() and np.abs(a).max() > 0 for a in leaves)
+
+    @pytest.mark.parametrize("name", ["big_bird", "reformer"])
+    def test_are_drawn_from_keys_of_any_kind(self, name):
+        layer, options = ENCODERS[name]
+        layer(H, F, rngs=nnx.Rngs(jax.random.key(0, impl="rbg")), **options)
 
     def test_a_performer_draws_again_when_asked(self):
         layer, x = make("performer"), features()
@@ -215,16 +226,21 @@ def test_latent_attention_keeps_one_small_vector_a_token():
         (nn.Reformer, dict(chunk_size=0), "chunk_size must be"),
         (nn.Performer, dict(num_features=0), "num_features must be"),
         (nn.HLA2, dict(causal=False), "causal must be True: HLA2"),
+        (nn.Linformer, dict(num_projected=2, causal=True), "causal must be False for Linformer"),
+        (nn.FlashAttention, dict(implementation="fast"), "implementation must be"),
+        (nn.Longformer, dict(window=2, global_positions=3), "global_positions must be a sequence"),
+        (nn.BigBird, dict(global_positions=["a"]), "global_positions must be an integer"),
+        (nn.Performer, dict(num_heads=0), "num_heads must be an integer at least 1"),
         (nn.LinearAttention, dict(causal=False), "decay must be None where causal=False"),
     ],
 )
 def test_a_wrong_option_is_named(layer, options, message, no_type_checks):
     with pytest.raises(ValueError, match=message):
-        layer(H, F, rngs=nnx.Rngs(0), **options)
+        layer(**dict(num_heads=H, in_features=F, rngs=nnx.Rngs(0)) | options)
 
 
 def test_a_row_longer_than_a_projection_is_refused(no_type_checks):
-    with pytest.raises(ValueError, match="9"):
+    with pytest.raises(ValueError, match="at most max_length=9"):
         jax.eval_shape(make("linformer"), features(T=10))
 
 

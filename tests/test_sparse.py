@@ -275,7 +275,7 @@ def test_works_under_shard_map_with_its_checks_remat_and_scan():
         (lambda: sliding_window(2.5), "window must be an integer"),
         (lambda: dilated_window(2, -1), "dilation must be an integer at least 1"),
         (lambda: global_tokens([3, -1]), "positions must be an integer at least 0, got -1"),
-        (lambda: global_tokens(4), "positions must be a sequence of ints, got 4"),
+        (lambda: global_tokens(4), "positions must be a sequence of integers, got 4"),
         (lambda: strided(True), "stride must be an integer"),
         (lambda: fixed(4, 5), "summary must be an integer in 1..4, got 5"),
         (lambda: random_blocks(0, num_blocks=1, block_size=1), "key must be"),

@@ -92,10 +92,7 @@ def flash_attention(
     inputs = prepare(q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
     scale = _known(logit_scale(scale, inputs.q.shape[-1]))
     block_size = checked_int("block_size", block_size)
-    if implementation not in (None, "xla", *_LIBRARIES):
-        raise ValueError(
-            f'implementation must be None, "xla", "cudnn" or "tokamax", got {implementation!r}'
-        )
+    check_implementation(implementation)
     out = None
     if implementation in _LIBRARIES:
         if mask is not None or segment_ids is not None:
@@ -106,6 +103,12 @@ def flash_attention(
     run = partial(_in_blocks, causal=causal, scale=scale, block_size=block_size)
     in_blocks, lse = left_to_the_compiler(run, inputs, lambda: _specs(inputs.q))
     return in_blocks if out is None else out, lse
+
+
+def check_implementation(name: Any) -> None:
+    """Raises unless it is one that `flash_attention` knows."""
+    if name not in (None, "xla", *_LIBRARIES):
+        raise ValueError(f'implementation must be None, "xla", "cudnn" or "tokamax", got {name!r}')
 
 
 def _specs(q: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:
@@ -121,7 +124,7 @@ def _in_blocks(
     q, k, v, *_ = inputs
     *batch, T, H, _ = q.shape
     S, K, E = v.shape[-3:]
-    if 0 in (*batch, T, S):
+    if 0 in (*batch, T, S, H, E):
         lse = jnp.full_like(
             q, -jnp.inf, jnp.result_type(q, k, v, jnp.float32), shape=(*batch, T, H)
         )

@@ -88,7 +88,7 @@ def lsh_attention(
     inputs = prepare(qk, qk[..., :K, :], v, causal=True, mask=mask, segment_ids=segment_ids)
     scale = logit_scale(scale, D)
     _check_hashes(key, num_buckets, num_rounds)
-    if 0 in (*batch, T):
+    if 0 in (*batch, T, E):
         return jnp.zeros((*batch, T, H, E), v.dtype)
 
     def run(tokens: tuple[jax.Array, jax.Array, jax.Array]) -> Float[jax.Array, "*B T H E"]:
@@ -303,6 +303,8 @@ def _line_up(
 
 def _unit(x: Float[jax.Array, "*B D"]) -> Float[jax.Array, "*B D"]:
     """Vectors divided by their lengths; zero ones stay zero, with gradient zero."""
+    largest = lax.stop_gradient(jnp.abs(x).max(-1, keepdims=True, initial=0))
+    x /= jnp.where(largest > 0, largest, 1)  # so that no square is too large or too small
     square = jnp.einsum("...d,...d->...", x, x)[..., None]
     return jnp.where(square > 0, x * lax.rsqrt(jnp.where(square > 0, square, 1)), 0)
 

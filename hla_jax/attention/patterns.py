@@ -76,6 +76,9 @@ class Pattern:
     relative: bool = False
 
     def __or__(self, other: "Pattern") -> "Pattern":
+        if not isinstance(other, Pattern):
+            return NotImplemented
+
         def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
             return self.pieces(length, causal) + other.pieces(length, causal)
 
@@ -182,11 +185,7 @@ def global_tokens(positions: Sequence[int]) -> Pattern:
        [0 1 0 0]
        [0 1 0 0]]
     """
-    if not isinstance(positions, Sequence | np.ndarray):
-        raise ValueError(f"positions must be a sequence of ints, got {positions!r}")
-    positions = tuple(positions)
-    for position in positions:
-        checked_int("positions", position, 0)
+    positions = checked_positions("positions", positions)
 
     def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
         every = np.arange(length, dtype=np.int32)
@@ -392,6 +391,13 @@ def big_bird(
     """
     random = random_blocks(key, num_blocks=num_random, block_size=block_size, num_heads=num_heads)
     return sliding_window(window) | global_tokens(global_positions) | random
+
+
+def checked_positions(name: str, positions: Any) -> tuple[int, ...]:
+    """Returns a sequence of positions, sorted and each once, if it is one."""
+    if not isinstance(positions, Sequence | np.ndarray):
+        raise ValueError(f"{name} must be a sequence of integers, got {positions!r}")
+    return tuple(sorted({checked_int(name, position, 0) for position in positions}))
 
 
 def _table(positions: Int[np.ndarray, "N M"], length: int) -> Int[np.ndarray, "1 N M"]:

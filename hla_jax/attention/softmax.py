@@ -40,7 +40,7 @@ def softmax_attention(
         too, and masked ones give 0.
       segment_ids: [*B, T], integers, for T == S: each token sees its own segment alone. A segment
         starts where the id differs from that of the last unmasked token.
-      bias: added to the logits; broadcasts to [*B, H, T, S].
+      bias: added to the logits; broadcasts to [*B, H, T, S]. -inf hides a key.
       scale: multiplies every product q . k; None is D^(-1/2).
 
     Returns:
@@ -76,14 +76,17 @@ def attend(
     """
     batch, (T, H, D), (S, _, E) = q.shape[:-3], q.shape[-3:], v.shape[-3:]
     out_dtype = v.dtype
-    if 0 in (*batch, T, S):
+    if 0 in (*batch, T, S, H, E):
         return jnp.zeros((*batch, T, H, E), out_dtype)
     scale = logit_scale(scale, D)
-    if bias is not None:
-        bias = _checked_bias(bias, (*batch, H, T, S)).reshape(-1, H, T, S)
+    dtype = jnp.result_type(q, k, v)
     if visible.ndim == q.ndim - 1:
         visible = visible[..., None, :, :]
-    dtype = jnp.result_type(q, k, v)
+    if bias is not None:
+        bias = _checked_bias(bias, (*batch, H, T, S)).astype(jnp.result_type(dtype, jnp.float32))
+        visible &= bias > -jnp.inf
+        # Above the finite number that stands in hidden places, or these would get the weight.
+        bias = jnp.maximum(bias, jnp.finfo(bias.dtype).min / 2).reshape(-1, H, T, S)
     q, k, v = (x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     seen = visible.reshape(-1, *visible.shape[-3:])
     out = (_in_float64 if dtype == jnp.float64 else _in_jax)(q, k, v, bias, seen, scale)

@@ -77,9 +77,12 @@ def sparse_attention(
     scale = logit_scale(scale, D)
     if T != S:
         raise ValueError(f"q and k must have one length for sparse attention, got {T} and {S}")
-    if 0 in (*batch, T):
+    if 0 in (*batch, T, H, E):
         return jnp.zeros((*batch, T, H, E), inputs.v.dtype)
-    run = functools.partial(_by_pieces, pieces=pattern.pieces(T, causal), causal=causal)
+
+    def run(inputs: Inputs) -> Float[jax.Array, "*B T H E"]:
+        return _by_pieces(inputs, pattern.pieces(T, causal), causal)
+
     dtype = jnp.result_type(*inputs[:3], jnp.float32)
     q = inputs.q.astype(dtype) * jnp.asarray(scale, dtype)
     return lying_as_queries(run, inputs._replace(q=q), inputs.q)

@@ -5,6 +5,7 @@ which so holds the last M tokens. What is kept of a token is any pytree: keys an
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
 from hla_jax._segments import segment_numbers
+from hla_jax._sharding import left_to_the_compiler, specs_of
 from hla_jax.nn.mixer import Tokens
 
 
@@ -63,7 +65,7 @@ def mix_with_cache(
     fresh, T = cache is None, tokens.positions.shape[1]
     wanted = jax.tree.map(lambda a: (len(a), slots, *a.shape[2:]), new)
     if fresh:
-        cache = jax.tree.map(lambda a: jnp.zeros((len(a), slots, *a.shape[2:]), a.dtype), new)
+        cache = left_to_the_compiler(partial(_empty, slots=slots), new, lambda: specs_of(new))
     elif (got := jax.tree.map(jnp.shape, cache)) != wanted or type(got) is not type(wanted):
         raise ValueError(
             "state must be None or a MixerState of this layer, its memory of shapes "
@@ -92,6 +94,10 @@ def mix_with_cache(
     return o, after
 
 
+def _empty(new: Any, slots: int) -> Any:
+    return jax.tree.map(lambda a: jnp.zeros((len(a), slots, *a.shape[2:]), a.dtype), new)
+
+
 def _written(
     cache: Any,
     new: Any,
@@ -104,9 +110,14 @@ def _written(
         newest = jnp.max(jnp.where(keep, positions, -1), axis=1, keepdims=True)
         keep &= positions > newest - slots
     slot = jnp.where(keep, positions % slots if rolling else positions, slots)
-    rows = jnp.arange(len(slot))[:, None]
-    # What has no slot, or one past the end, is dropped.
-    return jax.tree.map(lambda old, a: old.at[rows, slot].set(a, mode="drop"), cache, new)
+
+    def put(trees: tuple[Any, Any, jax.Array]) -> Any:
+        cache, new, slot = trees
+        rows = jnp.arange(len(slot))[:, None]
+        # What has no slot, or one past the end, is dropped.
+        return jax.tree.map(lambda old, a: old.at[rows, slot].set(a, mode="drop"), cache, new)
+
+    return left_to_the_compiler(put, (cache, new, slot), lambda: specs_of(cache))
 
 
 def _side_by_side(

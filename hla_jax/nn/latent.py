@@ -151,7 +151,7 @@ class MLA(Mixer):
             whole=whole,
             continued=continued,
         )
-        return self.out(o.astype(x.dtype)), memory
+        return self.out(o.astype(q.dtype)), memory
 
     def _rotary(
         self, x: Float[jax.Array, "B T heads P"], tokens: Tokens

@@ -68,6 +68,7 @@ class Linformer(MultiHead):
             raise ValueError(f"projection must be 'learned' or 'fixed', got {projection!r}")
         options.setdefault("output_norm", False)
         super().__init__(num_heads, in_features, causal=False, rngs=rngs, **options)
+        self.max_length = max_length
         kind = nnx.Param if projection == "learned" else nnx.Variable
 
         def make() -> nnx.Variable:
@@ -82,6 +83,10 @@ class Linformer(MultiHead):
     ) -> tuple[jax.Array, None]:
         if tokens.segment_ids is not None:
             raise ValueError("segment_ids must be None: Linformer mixes all tokens of a row")
+        if x.shape[1] > self.max_length:
+            raise ValueError(
+                f"x must have at most max_length={self.max_length} tokens a row, got {x.shape[1]}"
+            )
         e = self.key_projection[...]
         f = e if self.value_projection is None else self.value_projection[...]
 

@@ -165,6 +165,16 @@ class Mixer(nnx.Module):
             raise ValueError(f"state must have x's {len(x)} rows, got shapes {shapes}")
 
 
+def random_key(rngs: nnx.Rngs) -> nnx.Variable[jax.Array]:
+    """Draws a key that a layer keeps with its parameters, as plain numbers that can be saved."""
+    return nnx.Variable(jax.random.bits(rngs.params(), (2,), jnp.uint32))
+
+
+def wrapped_key(kept: nnx.Variable[jax.Array]) -> jax.Array:
+    """The key of what was kept; always of this kind, so that a saved layer stays what it was."""
+    return jax.random.wrap_key_data(kept[...], impl="threefry2x32")
+
+
 def count_positions(
     shape: tuple[int, ...],
     start: Int[Array, " B"],

@@ -1,11 +1,13 @@
 """Rows without holes, for attention that goes by the distance or the number of tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Int
 
+from hla_jax._sharding import left_to_the_compiler, specs_of
 from hla_jax.nn.mixer import Tokens
 
 
@@ -23,12 +25,15 @@ def padding_moved_to_the_end(
     """
     if tokens.mask is None:
         return tokens, list(arrays), lambda x: x
-    rows = jnp.arange(len(tokens.mask))[:, None]
     order = jnp.argsort(~tokens.mask, axis=1, stable=True)
-    back = jnp.argsort(order, axis=1)
+    tokens, arrays = _taken((tokens, arrays), order)
+    return tokens, list(arrays), lambda x: _taken(x, jnp.argsort(order, axis=1))
 
-    def put_back(x: Float[jax.Array, "B T *rest"]) -> Float[jax.Array, "B T *rest"]:
-        return x[rows, back]
 
-    tokens, arrays = jax.tree.map(lambda x: x[rows, order], (tokens, arrays))
-    return tokens, list(arrays), put_back
+def _taken(tree: Any, order: Int[jax.Array, "B T"]) -> Any:
+    def take(trees: tuple[Any, jax.Array]) -> Any:
+        tree, order = trees
+        rows = jnp.arange(len(order))[:, None]
+        return jax.tree.map(lambda x: x[rows, order], tree)
+
+    return left_to_the_compiler(take, (tree, order), lambda: specs_of(tree))

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from hla_jax.attention import lsh_attention, lsh_buckets, lsh_decode
 from hla_jax.nn.cache import View
-from hla_jax.nn.mixer import Tokens
+from hla_jax.nn.mixer import Tokens, random_key, wrapped_key
 from hla_jax.nn.softmax import Cached, CachedOptions
 
 
@@ -47,10 +47,10 @@ class Reformer(Cached):
       ValueError: an option does not fit, or (from calls) a position is past max_length.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = Reformer(2, 8, num_buckets=4, max_length=64, rngs=nnx.Rngs(0))
-      >>> y, state = layer(jnp.ones((1, 16, 8)))
+      >>> y, state = jax.eval_shape(layer, jnp.ones((1, 16, 8)))
       >>> print(y.shape, state.memory.buckets.shape)
       (1, 16, 8) (1, 64, 2, 1)
     """
@@ -69,7 +69,7 @@ class Reformer(Cached):
         super().__init__(num_heads, in_features, rngs=rngs, **options)
         del self.key, self.key_norm  # a query is the key
         self.num_buckets, self.num_rounds, self.chunk_size = num_buckets, num_rounds, chunk_size
-        self.hash_key = nnx.Variable(jax.random.key_data(rngs.params()))
+        self.hash_key = random_key(rngs)
         self._init_memory(1)  # so that a wrong number is refused here, not in a call
 
     def _project(
@@ -78,17 +78,17 @@ class Reformer(Cached):
         qk = self._positioned(self.query(x), self.query_norm, positions)
         return qk, qk, self.value(x)
 
-    def _key(self) -> jax.Array:
-        return jax.random.wrap_key_data(self.hash_key[...])
-
     def _entries(self, x: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> LSHCache:
-        return LSHCache(k, v, lsh_buckets(k, self._key(), self.num_buckets, self.num_rounds))
+        return LSHCache(k, v, self._buckets(k))
+
+    def _buckets(self, qk: jax.Array) -> Int[jax.Array, "B T H R"]:
+        return lsh_buckets(qk, wrapped_key(self.hash_key), self.num_buckets, self.num_rounds)
 
     def _whole(self, x: jax.Array, q: jax.Array, entries: LSHCache, tokens: Tokens) -> jax.Array:
         return lsh_attention(
             q,
             entries.v,
-            key=self._key(),
+            key=wrapped_key(self.hash_key),
             num_buckets=self.num_buckets,
             num_rounds=self.num_rounds,
             chunk_size=self.chunk_size,
@@ -98,6 +98,6 @@ class Reformer(Cached):
         )
 
     def _continued(self, x: jax.Array, q: jax.Array, view: View, tokens: Tokens) -> jax.Array:
-        buckets = lsh_buckets(q, self._key(), self.num_buckets, self.num_rounds)
+        buckets = self._buckets(q)
         qk, v, cached = view.entries
         return lsh_decode(q, buckets, qk, v, cached, view.visible, chunk_size=self.chunk_size)

@@ -8,6 +8,7 @@ from jaxtyping import Float
 
 from hla_jax._check import check_sizes
 from hla_jax.attention import flash_attention, softmax_attention
+from hla_jax.attention.flash import check_implementation
 from hla_jax.attention.softmax import attend
 from hla_jax.nn.cache import View, mix_with_cache
 from hla_jax.nn.mixer import Tokens
@@ -190,6 +191,7 @@ class FlashAttention(Cached):
         rngs: nnx.Rngs,
         **options: Unpack[CachedOptions],
     ):
+        check_implementation(implementation)
         super().__init__(num_heads, in_features, rngs=rngs, **options)
         self.implementation = implementation
 

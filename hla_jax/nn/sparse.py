@@ -10,10 +10,10 @@ from flax import nnx
 from jaxtyping import Bool, Float
 
 from hla_jax.attention import patterns, sparse_attention
-from hla_jax.attention.patterns import Pattern
+from hla_jax.attention.patterns import Pattern, checked_positions
 from hla_jax.attention.softmax import attend
 from hla_jax.nn.cache import View
-from hla_jax.nn.mixer import Tokens
+from hla_jax.nn.mixer import Tokens, random_key, wrapped_key
 from hla_jax.nn.multihead import MultiHeadOptions
 from hla_jax.nn.padding import padding_moved_to_the_end
 from hla_jax.nn.softmax import Cached, CachedOptions, KVCache
@@ -77,11 +77,11 @@ class SparseAttention(Sparse):
         segment_ids came with a pattern of absolute positions.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> from hla_jax.attention.patterns import strided
       >>> layer = SparseAttention(2, 8, pattern=strided(4), max_length=64, rngs=nnx.Rngs(0))
-      >>> y, state = layer(jnp.ones((1, 16, 8)))
+      >>> y, state = jax.eval_shape(layer, jnp.ones((1, 16, 8)))
       >>> print(y.shape, state.memory.k.shape)
       (1, 16, 8) (1, 64, 2, 4)
     """
@@ -123,12 +123,12 @@ class SlidingWindowAttention(Sparse):
       ValueError: an option does not fit.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = SlidingWindowAttention(num_heads=2, in_features=8, window=4, rngs=nnx.Rngs(0))
-      >>> y, state = layer(jnp.ones((1, 9, 8)))
-      >>> print(y.shape, state.memory.k.shape, state.position)
-      (1, 9, 8) (1, 4, 2, 4) [9]
+      >>> y, state = jax.eval_shape(layer, jnp.ones((1, 9, 8)))
+      >>> print(y.shape, state.memory.k.shape)
+      (1, 9, 8) (1, 4, 2, 4)
     """
 
     def __init__(
@@ -179,10 +179,10 @@ class BigBird(Sparse):
         segment_ids came.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = BigBird(2, 8, window=4, num_random=1, block_size=4, rngs=nnx.Rngs(0))
-      >>> y, state = layer(jnp.ones((1, 16, 8)))
+      >>> y, state = jax.eval_shape(layer, jnp.ones((1, 16, 8)))
       >>> print(y.shape)
       (1, 16, 8)
     """
@@ -200,14 +200,15 @@ class BigBird(Sparse):
         **options: Unpack[CachedOptions],
     ):
         self.window, self.num_random, self.block_size = window, num_random, block_size
-        self.global_positions, self.num_heads = tuple(global_positions), num_heads
-        self.blocks_key = nnx.Variable(jax.random.key_data(rngs.params()))
+        self.global_positions = checked_positions("global_positions", global_positions)
+        self.num_heads = num_heads
+        self.blocks_key = random_key(rngs)
         self._pattern()  # so that a wrong option is refused here, not in a call
         super().__init__(num_heads, in_features, rngs=rngs, **options)
 
     def _pattern(self) -> Pattern:
         return patterns.big_bird(
-            jax.random.wrap_key_data(self.blocks_key[...]),
+            wrapped_key(self.blocks_key),
             window=self.window,
             num_random=self.num_random,
             global_positions=self.global_positions,
@@ -250,10 +251,10 @@ class Longformer(Sparse):
         segment_ids came with global tokens.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> layer = Longformer(2, 8, window=4, global_positions=[0], max_length=64, rngs=nnx.Rngs(0))
-      >>> y, state = layer(jnp.ones((1, 16, 8)))
+      >>> y, state = jax.eval_shape(layer, jnp.ones((1, 16, 8)))
       >>> print(y.shape, state.memory.all.k.shape)
       (1, 16, 8) (1, 64, 2, 4)
     """
@@ -270,7 +271,7 @@ class Longformer(Sparse):
         **options: Unpack[CachedOptions],
     ):
         self.window, self.dilation = window, dilation
-        self.global_positions = tuple(sorted(set(global_positions)))
+        self.global_positions = checked_positions("global_positions", global_positions)
         self._pattern()  # so that a wrong option is refused here, not in a call
         super().__init__(num_heads, in_features, rngs=rngs, **options)
         H, K, D, E = self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
