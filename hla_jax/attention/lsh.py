@@ -87,19 +87,19 @@ def lsh_attention(
     # A token asks and answers, so that the mask speaks of queries too, causal or not.
     inputs = prepare(qk, qk[..., :K, :], v, causal=True, mask=mask, segment_ids=segment_ids)
     scale = logit_scale(scale, D)
-    _check_hashes(key, num_buckets, num_rounds)
+    key = _check_hashes(key, num_buckets, num_rounds)
     if 0 in (*batch, T, E):
         return jnp.zeros((*batch, T, H, E), v.dtype)
 
-    def run(tokens: tuple[jax.Array, jax.Array, jax.Array]) -> Float[jax.Array, "*B T H E"]:
-        qk, v, labels = tokens
+    def run(tokens: tuple[jax.Array, ...]) -> Float[jax.Array, "*B T H E"]:
+        qk, v, labels, key = tokens
         dtype = jnp.result_type(qk, v, jnp.float32)
         q, buckets = qk.astype(dtype), lsh_buckets(qk, key, num_buckets, num_rounds)
         heads = q * jnp.asarray(scale, dtype), _unit(q), v.astype(dtype), buckets
         out = _all_heads(*heads, labels, size=min(chunk_size, T), causal=causal)
         return out.astype(v.dtype)
 
-    return lying_as_queries(run, (inputs.q, inputs.v, inputs.key_labels), inputs.q)
+    return lying_as_queries(run, (inputs.q, inputs.v, inputs.key_labels, key), inputs.q)
 
 
 def _all_heads(

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float
 
+from hla_jax._sharding import left_to_the_compiler, specs_of
 from hla_jax.attention import patterns, sparse_attention
 from hla_jax.attention.patterns import Pattern, checked_positions
 from hla_jax.attention.softmax import attend
@@ -290,14 +291,18 @@ class Longformer(Sparse):
         few = np.array([p for p in self.global_positions if p < x.shape[1]], int)
         if few.size == 0:
             return o
-        rows = o, self._global_queries(x, tokens), *entries.all
-        (mask, _, _), (o, q, k, v), back = padding_moved_to_the_end(tokens, *rows)
-        seen = jnp.ones((len(x), len(few), x.shape[1]), bool)
-        if mask is not None:
-            seen &= mask[:, None]
-        if self.causal:
-            seen &= np.arange(x.shape[1]) <= few[:, None]
-        return back(o.at[:, few].set(attend(q[:, few], k, v, seen)))
+        heads = o, self._global_queries(x, tokens), *entries.all
+        (mask, _, _), (o, q, k, v), back = padding_moved_to_the_end(tokens, *heads)
+        real = jnp.ones(x.shape[:2], bool) if mask is None else mask
+        seen = real[:, None] & (np.arange(x.shape[1]) <= few[:, None] if self.causal else True)
+
+        def with_global_rows(rows: tuple[jax.Array, ...]) -> jax.Array:
+            o, q, k, v, seen = rows
+            seen = jnp.broadcast_to(seen, (len(o), len(few), o.shape[1]))
+            return o.at[:, few].set(attend(q[:, few], k, v, seen))
+
+        rows = o, q, k, v, seen
+        return back(left_to_the_compiler(with_global_rows, rows, lambda: specs_of(o)))
 
     def _pattern(self) -> Pattern:
         return patterns.longformer(self.window, self.global_positions, self.dilation)
