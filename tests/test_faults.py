@@ -68,7 +68,10 @@ def test_nothing_before_a_reset_is_seen_after_it(name, implementation):
 
 
 @pytest.mark.parametrize("name", FOUR)
-@pytest.mark.parametrize("pieces", [(1, 2, 1, 9), (12, 1), (4, 4, 4, 1)])
+@pytest.mark.parametrize(
+    "pieces",
+    [(1, 2, 1, 9), *(pytest.param(p, marks=pytest.mark.slow) for p in [(12, 1), (4, 4, 4, 1)])],
+)
 def test_a_sequence_in_pieces_gives_the_values_and_gradients_of_one_pass(x64, name, pieces):
     inputs = make_inputs(name, 13, decay="token", initial=True, normalize=True)
 
