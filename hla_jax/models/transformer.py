@@ -33,14 +33,14 @@ class TransformerLM(nnx.Module):
       mixer: the token-mixing layer, a causal one: "linear", "hla2", "ahla", "hla3", "softmax",
         "flash", "mla", "sliding_window" (which needs `window`), "sparse" (`pattern`), "longformer"
         (`window`), "big_bird", "performer", "reformer", or anything that makes one when called
-        with num_heads, in_features, dtype, param_dtype, rngs and `mixer_options`.
+        with num_heads, in_features, dtype, param_dtype, rngs and the `mixer_options`.
       mlp_features: width inside the MLP (default 4 F).
       tied: whether the logits' matrix is the embedding's.
       dtype: of the computation; None means the parameters'.
       param_dtype: of the parameters.
       rngs: the source of the initial parameters.
-      **mixer_options: go to the token-mixing layers, for example num_kv_heads, decay or
-        max_length.
+      **mixer_options: what else is given goes to the token-mixing layers, for example
+        num_kv_heads, decay or max_length.
 
     Raises:
       ValueError: mixer is another name, or makes a layer that is not causal.

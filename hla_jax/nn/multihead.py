@@ -56,12 +56,13 @@ class MultiHead(Mixer):
       value_head_dim: E, width of values (default D).
       qk_norm: whether each query and key is normalised to a root mean square of 1 (times a
         learned gain per channel), before rotary positions and feature maps. With the factor
-        D^(-1/2) of the affinities, these are then of order 1.
+        D^(-1/2) of the affinities, these are then of order 1. True by default.
       output_norm: whether each head's output is normalised so. Sums of products of affinities grow
-        with the number of tokens; this takes their scale away.
-      rotary: whether queries and keys are rotated by their positions (`rotary`).
-      rotary_base: its base.
-      causal: see `Mixer`.
+        with the number of tokens; this takes their scale away. True by default, but where softmax
+        is taken.
+      rotary: whether queries and keys are rotated by their positions (`rotary`); True by default.
+      rotary_base: its base, 10,000 by default.
+      causal: see `Mixer`; True by default.
       dtype: of the computation; None means the promotion of inputs and parameters.
       param_dtype: of the parameters.
       rngs: the source of the initial parameters.
@@ -161,7 +162,7 @@ def mean_pool_kv_heads(params: Any, groups: int) -> Any:
       groups: how many kv heads remain; divides K. 1 is multi-query attention.
 
     Returns:
-      A pytree of the same structure, for layers made with num_kv_heads=groups.
+      A pytree of the same structure, for layers of the same kind made with num_kv_heads=groups.
 
     Raises:
       ValueError: groups does not divide the number of kv heads, or no kv heads are there.

@@ -47,7 +47,7 @@ class Cached(MultiHead):
     Args:
       num_heads: see `MultiHead`.
       in_features: see `MultiHead`.
-      max_length: M, how many unmasked tokens a segment may have.
+      max_length: M, how many unmasked tokens a segment may have; 2048 by default.
       rolling: whether the cache holds the last M tokens instead, of any number.
       causal: see `Mixer`.
       rngs: see `MultiHead`.
