@@ -1,9 +1,15 @@
 """Trains a byte-level language model, measures it, and writes with it.
 
     python examples/char_lm.py --mixer hla2
+    python examples/char_lm.py --compare softmax linear hla2 ahla hla3
 
 The text is the Python documentation that comes with Python, or any `--text FILE`. The last tenth is
 held out. A run killed at any moment goes on from its last checkpoint when started again.
+
+`--compare` trains several models on the same batches, and gives each MLPs as wide as makes it have
+as many parameters as the first one. `--preset paper` has the sizes of the 12-layer model in
+Character-Level Language Modeling with Deeper Self-Attention (Al-Rfou et al. 2018, arXiv
+1808.04444), for a GPU; options given beside it go first.
 """
 
 import argparse
@@ -14,16 +20,15 @@ import math
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
-from tqdm import tqdm
+from training import Log, fit, hardware, muon, running_mean
 
 from hla_jax.attention import patterns
 from hla_jax.models import TransformerLM, generate
@@ -52,31 +57,49 @@ MIXERS: dict[str, dict[str, Any]] = {
     "reformer": CACHE | dict(num_buckets=16, num_rounds=2, chunk_size=32),
 }
 
+COMPARED = ["softmax", "linear", "hla2", "ahla", "hla3"]
+PRESETS = {
+    "cpu": dict(steps=350, batch=8, length=256, layers=3, heads=4, features=128),
+    "paper": dict(steps=20_000, batch=16, length=512, layers=12, heads=8, features=512),
+}
+
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--preset", default="cpu", choices=PRESETS)
     add("--mixer", default="hla2", choices=MIXERS)
+    help = f"compare these instead (without a name: {' '.join(COMPARED)})"
+    add("--compare", nargs="*", choices=MIXERS, metavar="MIXER", help=help)
     add("--text", type=Path, help="a file to learn instead of Python's documentation")
-    add("--steps", type=int, default=350)
-    add("--batch", type=int, default=8, help="rows of a step")
-    add("--length", type=int, default=256, help="bytes of a row")
-    add("--layers", type=int, default=3)
-    add("--heads", type=int, default=4)
-    add("--features", type=int, default=128)
+    add("--steps", type=int)
+    add("--batch", type=int, help="rows of a step")
+    add("--length", type=int, help="bytes of a row")
+    add("--layers", type=int)
+    add("--heads", type=int)
+    add("--features", type=int)
+    add("--mlp-features", type=int, help="width inside the MLPs (default 4 FEATURES)")
+    help = "of the computation; parameters are float32"
+    add("--dtype", default="float32", choices=["float32", "bfloat16"], help=help)
     add("--learning-rate", type=float, default=0.02, help="of Muon; Adam's is a fifth")
     add("--seed", type=int, default=0)
-    add("--out", type=Path, help="folder of the results (default runs/char_lm-MIXER)")
-    add("--checkpoint-dir", type=Path, help="folder of the checkpoints (default OUT/checkpoints)")
+    add("--out", type=Path, help="folder of the results (default runs/char_lm-MIXER or -compare)")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     add("--prompt", default="The ", help="what the generated text starts with")
     positions = [64, 512, 1024, 2048, 3072, 4096]
     add("--positions", type=int, nargs="+", default=positions, help="where decoding is timed")
+    parser.set_defaults(**PRESETS[parser.parse_known_args(arguments)[0].preset])
     args = parser.parse_args(arguments)
-    args.out = args.out or Path("runs") / f"char_lm-{args.mixer}"
-    args.checkpoint_dir = (args.checkpoint_dir or args.out / "checkpoints").resolve()
+    if args.text and not args.text.is_file():
+        parser.error(f"--text: there is no file {args.text}")
+    if args.text and args.text.stat().st_size < 2 * args.length:
+        parser.error(f"--text: {args.text} is shorter than two rows of {args.length} bytes")
+    if args.compare == []:
+        args.compare = COMPARED
+    name = "compare" if args.compare else args.mixer
+    args.out = args.out or Path("runs") / f"char_lm-{name}"
     return args
 
 
@@ -127,125 +150,40 @@ def make_model(args: argparse.Namespace, mixer: str, max_length: int = 4096) -> 
         num_layers=args.layers,
         num_heads=args.heads,
         features=args.features,
+        mlp_features=args.mlp_features,
+        dtype=args.dtype,
         rngs=nnx.Rngs(args.seed),
         **options,
     )
 
 
-class Training(NamedTuple):
-    """All that a checkpoint holds."""
-
-    params: dict[str, Any]
-    fixed: dict[str, Any]  # what was drawn at random and is not trained: hashes, projections
-    optimiser: optax.OptState
-    losses: np.ndarray  # [steps], bits per byte
-    step: int
+def num_parameters(args: argparse.Namespace, mixer: str) -> int:
+    model = nnx.eval_shape(lambda: make_model(args, mixer))
+    return sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def make_optimiser(args: argparse.Namespace) -> optax.GradientTransformation:
-    """Muon for the matrices, Adam for embedding, gains and decays; both warm up, then fade out."""
+def train(model: TransformerLM, data: np.ndarray, args: argparse.Namespace) -> Log:
+    """Trains the model, from the newest checkpoint on; the losses are in bits per byte."""
 
-    def schedule(peak: float) -> optax.Schedule:
-        warmup = max(1, args.steps // 20)
-        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, args.steps, peak / 50)
+    def loss(model: TransformerLM, batch: jax.Array, key: jax.Array) -> jax.Array:
+        logits, _ = model(batch[:, :-1])
+        logits = logits.astype(jnp.float32)
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+        return nats.mean() / math.log(2)
 
-    def matrices(params: Any) -> Any:
-        def choose(path: Any, p: jax.Array) -> Any:
-            name = jax.tree_util.keystr(path)
-            if "kernel" not in name or "decay" in name:
-                return None
-            # Heads and their width are one axis of the matrix: the outputs', or `out`'s inputs.
-            inputs = p.ndim - 1 if "'out'" in name else 1
-            return optax.contrib.MuonDimensionNumbers(
-                tuple(range(inputs)), tuple(range(inputs, p.ndim))
-            )
-
-        return jax.tree.map_with_path(choose, params)
-
-    return optax.contrib.muon(
-        schedule(args.learning_rate),
-        weight_decay=0.05,
-        adam_learning_rate=schedule(args.learning_rate / 5),
-        adam_b2=0.98,
-        muon_weight_dimension_numbers=matrices,
+    names = ["mixer", "text", "batch", "length", "layers", "heads", "features", "mlp_features"]
+    names += ["dtype", "learning_rate"]
+    return fit(
+        model,
+        loss,
+        lambda step: batch_at(data, step, args),
+        optimiser=muon(args.learning_rate, args.steps),
+        steps=args.steps,
+        out=args.out,
+        settings={name: getattr(args, name) for name in names},
+        checkpoint_every=args.checkpoint_every,
+        seed=args.seed,
     )
-
-
-def train(
-    model: TransformerLM, data: np.ndarray, args: argparse.Namespace
-) -> tuple[np.ndarray, float]:
-    """Trains the model, from the newest checkpoint on.
-
-    Returns the losses in bits per byte, and tokens per second, compilation left out.
-    """
-    graph, *states = nnx.split(model, nnx.Param, ...)
-    params, fixed = map(nnx.to_pure_dict, states)
-    optimiser = make_optimiser(args)
-    losses = np.zeros(args.steps, np.float32)
-    start = Training(params, fixed, optimiser.init(params), losses, 0)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    same_settings(args)
-    with ocp.CheckpointManager(args.checkpoint_dir, options=options) as checkpoints:
-        now = restore(checkpoints, start)
-
-        @partial(jax.jit, donate_argnums=(0, 1))
-        def update(params: dict[str, Any], state: optax.OptState, batch: jax.Array) -> Any:
-            def loss(params: dict[str, Any]) -> jax.Array:
-                logits, _ = nnx.merge(graph, params, now.fixed)(batch[:, :-1])
-                return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
-
-            value, gradient = jax.value_and_grad(loss)(params)
-            change, state = optimiser.update(gradient, state, params)
-            return optax.apply_updates(params, change), state, value / math.log(2)
-
-        tokens = args.batch * args.length
-        bar = tqdm(
-            total=args.steps * tokens, initial=now.step * tokens, unit="tok", unit_scale=True
-        )
-        first, begun = now.step, None
-        for step in range(first, args.steps):
-            params, state, loss = update(now.params, now.optimiser, batch_at(data, step, args))
-            now.losses[step] = loss
-            now = now._replace(params=params, optimiser=state, step=step + 1)
-            if now.step % args.checkpoint_every == 0 or now.step == args.steps:
-                checkpoints.save(now.step, args=ocp.args.StandardSave(now._asdict()))
-            bar.set_postfix_str(f"{now.losses[step]:.3f} bits per byte", refresh=False)
-            bar.update(tokens)
-            begun = begun or time.perf_counter()  # the first step compiles
-        bar.close()
-    nnx.update(model, now.params, now.fixed)
-    seconds = time.perf_counter() - begun if begun else 0.0
-    steps = args.steps - first - 1
-    return now.losses, steps * tokens / seconds if steps > 0 else 0.0
-
-
-def same_settings(args: argparse.Namespace) -> None:
-    """Refuses to continue a run that was started with other settings."""
-    names = ["mixer", "text", "steps", "batch", "length", "layers", "heads", "features"]
-    names += ["learning_rate", "seed"]
-    settings = {name: str(getattr(args, name)) for name in names}
-    file = args.checkpoint_dir / "settings.json"
-    if not file.exists():
-        args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(settings))
-    elif (old := json.loads(file.read_text())) != settings:
-        changed = ", ".join(name for name in names if old.get(name) != settings[name])
-        raise SystemExit(
-            f"{args.checkpoint_dir} holds a run with other settings ({changed}): "
-            "remove it, or give another --checkpoint-dir"
-        )
-
-
-def restore(checkpoints: ocp.CheckpointManager, start: Training) -> Training:
-    """Returns the newest checkpoint, or the start if there is none."""
-    latest = checkpoints.latest_step()
-    if latest is None:
-        return start
-    saved = checkpoints.restore(latest, args=ocp.args.StandardRestore(start._asdict()))
-    print(f"resumed from step {latest} in {checkpoints.directory}")
-    if latest == len(start.losses):
-        print("this run is finished: remove that folder to train again")
-    return Training(**saved)
 
 
 # Writing and measuring
@@ -275,6 +213,7 @@ def held_out_bits(model: TransformerLM, text: np.ndarray, args: argparse.Namespa
     @nnx.jit
     def bits(model: TransformerLM, state: Any, tokens: np.ndarray, targets: np.ndarray) -> Any:
         logits, state = model(tokens, state)
+        logits = logits.astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets), state
 
     state, total = model.init_state(count), 0.0
@@ -378,16 +317,21 @@ def report(results: dict[str, Any]) -> None:
         print(f"  {name:<20}" + "".join(f"{t:8.0f}" for t in times))
 
 
-def main() -> None:
-    args = parse_arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """What results are of."""
+    names = ["preset", "steps", "batch", "length", "layers", "heads", "features", "dtype", "seed"]
+    text = str(args.text) if args.text else "pydoc_data.topics"
+    return {name: getattr(args, name) for name in names} | {"text": text, "hardware": hardware()}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Trains one model, writes with it and measures all."""
     clock = {"start": time.perf_counter()}
     train_text, held_out = load_text(args.text)
-    model = make_model(args, args.mixer)
-    size = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    model, size = make_model(args, args.mixer), num_parameters(args, args.mixer)
     print(f"{args.mixer}: {size:,} parameters, {len(train_text):,} bytes to learn")
 
-    losses, speed = train(model, train_text, args)
+    log = train(model, train_text, args)
     clock["training, compilation included"] = time.perf_counter()
 
     bits = {args.mixer: held_out_bits(model, held_out, args)}
@@ -400,16 +344,15 @@ def main() -> None:
 
     mixers = dict.fromkeys([args.mixer, "softmax"])
     times = {mixer: decode_times(args, mixer) for mixer in mixers}
-    plot(args.out / "char_lm.png", losses, bits, args.positions, times)
+    plot(args.out / "char_lm.png", log.losses, bits, args.positions, times)
     clock["decoding times and plot"] = time.perf_counter()
 
     ends = list(clock.values())
-    results = {
+    results = about(args) | {
         "mixer": args.mixer,
         "parameters": size,
-        "steps": args.steps,
-        "final_loss": float(losses[-1]),
-        "tokens_per_second": speed,
+        "final_loss": float(log.losses[-1]),
+        "tokens_per_second": args.batch * args.length / log.seconds_per_step,
         "bits_per_byte": bits,
         "step_error": error,
         "positions": args.positions,
@@ -423,6 +366,76 @@ def main() -> None:
     (args.out / "results.json").write_text(json.dumps(results, indent=2))
     report(results)
     print(f"curves in {args.out / 'char_lm.png'}, numbers in {args.out / 'results.json'}")
+
+
+# Comparing
+
+
+def equal_sizes(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
+    """Each mixer's settings: MLPs so wide that the parameters are as many as the first one's."""
+
+    def settings(mixer: str, width: int) -> argparse.Namespace:
+        changed = dict(mixer=mixer, mlp_features=width, out=args.out / mixer)
+        return argparse.Namespace(**vars(args) | changed)
+
+    width = args.mlp_features or 4 * args.features
+    sizes = {m: num_parameters(settings(m, width), m) for m in args.compare}
+    target, per_width = sizes[args.compare[0]], 2 * args.layers * args.features
+    return {m: settings(m, width + round((target - n) / per_width)) for m, n in sizes.items()}
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Trains each mixer, and tells their bits per byte of the held-out text."""
+    train_text, held_out = load_text(args.text)
+    table, curves = {}, {}
+    for mixer, own in equal_sizes(args).items():
+        size = num_parameters(own, mixer)
+        print(f"{mixer}: {size:,} parameters, MLPs of width {own.mlp_features}")
+        model = make_model(own, mixer)
+        log = train(model, train_text, own)
+        curves[mixer] = log.losses
+        table[mixer] = {
+            "bits_per_byte": held_out_bits(model, held_out, own),
+            "parameters": size,
+            "mlp_features": own.mlp_features,
+            "final_loss": float(log.losses[-1]),
+            "tokens_per_second": args.batch * args.length / log.seconds_per_step,
+        }
+    results = about(args) | {
+        "training_tokens": args.steps * args.batch * args.length,
+        "references": reference_figures(train_text, held_out),
+        "mixers": table,
+    }
+    (args.out / "results.json").write_text(json.dumps(results, indent=2))
+    plot_comparison(args.out / "compare.png", curves, table)
+    print(f"\n{results['training_tokens']:,} training tokens, held-out bits per byte")
+    print(f"  {'mixer':<44}{'bits':>9}{'parameters':>12}{'tokens/s':>10}")
+    for name, row in sorted(table.items(), key=lambda item: item[1]["bits_per_byte"]):
+        bits, size, speed = (row[k] for k in ("bits_per_byte", "parameters", "tokens_per_second"))
+        print(f"  {name:<44}{bits:9.3f}{size:12,}{speed:10,.0f}")
+    for name, bits in results["references"].items():
+        print(f"  {name:<44}{bits:9.3f}")
+    print(f"curves in {args.out / 'compare.png'}, numbers in {args.out / 'results.json'}")
+
+
+def plot_comparison(
+    path: Path, curves: dict[str, np.ndarray], table: dict[str, dict[str, Any]]
+) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for mixer, losses in curves.items():
+        label = f"{mixer}, held out {table[mixer]['bits_per_byte']:.3f}"
+        axes.plot(*running_mean(losses), lw=1, label=label)
+    axes.set(xlabel="step", ylabel="bits per byte, running mean", title="Training")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    if args.compare:
+        compare(args)
+    else:
+        run(args)
 
 
 if __name__ == "__main__":

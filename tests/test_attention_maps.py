@@ -21,7 +21,14 @@ def last_layer(mixer: str):
 
 
 @pytest.mark.usefixtures("no_type_checks")
-@pytest.mark.parametrize("mixer", ["softmax", *attention_maps.WEIGHTS])
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "softmax",
+        "linear",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("hla2", "ahla", "hla3")),
+    ],
+)
 def test_weights_times_values_are_the_layers_output(mixer) -> None:
     layer, x = last_layer(mixer)
     w = attention_maps.weights(mixer, layer, x)

@@ -1,0 +1,181 @@
+"""The examples' loop: killed at any moment it goes on as if nothing had happened."""
+
+import csv
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "examples"))
+training = importlib.import_module("training")
+
+# A run of its own process: a linear model learns a line, with noise from the loss's key.
+SCRIPT = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from flax import nnx
+import training
+
+model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+
+def loss(model, batch, key):
+    noise = 0.1 * jax.random.normal(key, (8, 1))
+    return ((model(batch) - batch.sum(1, keepdims=True) + noise) ** 2).mean()
+
+training.fit(
+    model, loss, lambda step: np.random.default_rng(step).normal(size=(8, 3)).astype(np.float32),
+    optimiser=training.adam(0.1, 400), steps=400, out=Path(sys.argv[1]), settings={},
+    evaluate=lambda model: {"bias": float(model.bias[0])}, evaluate_every=30, checkpoint_every=20,
+)
+"""
+
+
+def start(out: Path) -> subprocess.Popen:
+    path = os.pathsep.join([str(ROOT / "examples"), str(ROOT)])
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(out)],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def columns(file: Path, *names: str) -> list[tuple[str, ...]]:
+    with file.open() as lines:
+        return [tuple(row[name] for name in names) for row in csv.DictReader(lines)]
+
+
+def saved_steps(out: Path) -> list[int]:
+    return sorted(int(p.name) for p in (out / "checkpoints").glob("*") if p.name.isdigit())
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_the_one_that_was_not_bit_for_bit(tmp_path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = start(killed)
+    while not saved_steps(killed) and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    at_kill = saved_steps(killed)[-1]
+    assert at_kill < 400
+    assert len(columns(killed / "log.csv", "step")) >= at_kill
+
+    resumed = start(killed)
+    output, _ = resumed.communicate(timeout=100)
+    assert resumed.returncode == 0
+    assert f"resumed from step {at_kill} " in output
+    start(whole).communicate(timeout=100)
+    for file, names in (("log.csv", ("step", "loss")), ("evaluations.csv", ("step", "bias"))):
+        assert columns(killed / file, *names) == columns(whole / file, *names)
+    assert len(columns(whole / "log.csv", "step")) == 400
+    assert [step for (step,) in columns(whole / "evaluations.csv", "step")][-2:] == ["390", "400"]
+
+
+def fit(out: Path, stop_before: int = 99, **changes):
+    """Six steps of a model with a fixed part; the batches end early if asked to."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w, self.fixed = nnx.Param(jnp.zeros(2)), nnx.Variable(jnp.ones(2))
+
+    def batches(step: int) -> np.ndarray:
+        if step == stop_before:
+            raise KeyboardInterrupt
+        return np.full(2, step, np.float32)
+
+    def loss(model, batch, key):
+        return ((model.w * model.fixed - batch - jax.random.normal(key, (2,))) ** 2).sum()
+
+    model = Model()
+    options = dict(optimiser=training.adam(0.1, 6), steps=6, out=out, settings={"size": 2})
+    options |= dict(evaluate=lambda m: {"w": float(m.w.sum())}, evaluate_every=4)
+    return model, training.fit(model, loss, batches, **options | dict(checkpoint_every=2) | changes)
+
+
+def test_interrupted_and_continued(tmp_path) -> None:
+    whole, log = fit(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "stopped", stop_before=5)  # in the fifth step; after the fourth it was kept
+    again, continued = fit(tmp_path / "stopped")
+    np.testing.assert_array_equal(continued.losses, log.losses)
+    assert continued.evaluations == log.evaluations
+    assert [row["step"] for row in log.evaluations] == [4, 6]
+    np.testing.assert_array_equal(again.w, whole.w)
+    np.testing.assert_array_equal(again.fixed, jnp.ones(2))
+    assert (whole.w[...] != 0).all()
+
+    model, finished = fit(tmp_path / "whole")  # trains no more, and still has all there was
+    np.testing.assert_array_equal(finished.losses, log.losses)
+    np.testing.assert_array_equal(finished.seconds, log.seconds)
+    np.testing.assert_array_equal(model.w, whole.w)
+
+
+def test_other_settings_are_refused_by_name(tmp_path) -> None:
+    fit(tmp_path, steps=2)
+    with pytest.raises(SystemExit, match=r"other settings \(size, steps\)"):
+        fit(tmp_path, settings={"size": 3})
+    (tmp_path / "log.csv").unlink()
+    with pytest.raises(SystemExit, match=r"log\.csv lacks steps"):
+        fit(tmp_path, steps=2)
+
+
+@pytest.mark.parametrize("make", [training.adam, training.radam, training.muon])
+def test_optimisers_minimise(make) -> None:
+    target = jax.random.normal(jax.random.key(0), (4, 4))
+    params = {"kernel": jnp.zeros((4, 4)), "gain": jnp.zeros(4)}
+    optimiser = make(0.1, 150)
+
+    def loss(params):
+        distance = ((params["kernel"] - target) ** 2).sum()
+        return distance + ((params["gain"] - target[0]) ** 2).sum()
+
+    @jax.jit
+    def step(params, state):
+        change, state = optimiser.update(jax.grad(loss)(params), state, params)
+        return jax.tree.map(jnp.add, params, change), state
+
+    state, first = optimiser.init(params), loss(params)
+    for _ in range(150):
+        params, state = step(params, state)
+    assert loss(params) < 0.05 * first
+
+
+@pytest.mark.parametrize("make", [training.adam, training.radam])
+def test_gradients_are_clipped(make) -> None:
+    """Two steps: the second is small beside the first, and stays so only if that one is cut."""
+    optimiser, params = make(1.0, 100), jnp.zeros(2)
+
+    def second(gradient: float) -> jax.Array:
+        state = optimiser.init(params)
+        for g in (gradient, 0.5):
+            change, state = optimiser.update(jnp.array([g, 0.0]), state, params)
+        return change
+
+    np.testing.assert_allclose(second(1e6), second(1.0), rtol=1e-6)
+
+
+def test_hardware_is_told() -> None:
+    told = json.loads(json.dumps(training.hardware()))
+    assert told["jax"] == jax.__version__
+    assert told["devices"] >= 1
+    assert len(told["device"]) > 5
+
+
+def test_running_mean_ends_at_the_last_step() -> None:
+    steps, mean = training.running_mean(np.arange(100.0))
+    assert len(steps) == len(mean) == 97
+    assert (steps[0], steps[-1], mean[-1]) == (4, 100, np.mean([96, 97, 98, 99]))
