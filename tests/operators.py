@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import naive
 import numpy as np
+import pytest
 from helpers import rms_error
 
 import hla_jax as hla
@@ -186,3 +187,11 @@ def all_pairs(seed=0, **factors):
         rows.append(max(candidates, key=lambda row: len(pairs(row) & todo)))
         todo -= pairs(rows[-1])
     return rows
+
+
+def thinned(cases, every=3):
+    """Every third case, the others as slow ones."""
+    return [
+        case if i % every == 0 else pytest.param(case, marks=pytest.mark.slow)
+        for i, case in enumerate(cases)
+    ]

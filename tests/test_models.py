@@ -31,7 +31,13 @@ def call(model, tokens, state=None, mask=None):
     return model(tokens, state, mask)
 
 
-@pytest.mark.parametrize("mixer", ["linear", "hla2", "ahla", "hla3", "softmax"])
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "hla2",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("linear", "ahla", "hla3", "softmax")),
+    ],
+)
 def test_every_mixer_learns_to_repeat_what_it_has_seen(mixer):
     """Rows repeat 4 random tokens. Unigram loss is log 8 = 2.08 nats, the best about 0.42."""
     graph, params = nnx.split(make(mixer, features=32))

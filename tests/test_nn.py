@@ -87,7 +87,7 @@ def live(layer, state):
 
 
 @every_mixer
-@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("pieces", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_packed_and_padded_rows_equal_rows_alone_in_one_call_or_several(mixer, pieces):
     layer, rows = make(mixer), 2
     x, mask, ids = packed()
