@@ -28,7 +28,7 @@ import matplotlib
 import numpy as np
 import optax
 from flax import nnx
-from training import Log, fit, hardware, muon, running_mean
+from training import Log, command, fit, hardware, muon, running_mean
 
 from hla_jax.attention import patterns
 from hla_jax.models import TransformerLM, generate
@@ -321,7 +321,8 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     """What results are of."""
     names = ["preset", "steps", "batch", "length", "layers", "heads", "features", "dtype", "seed"]
     text = str(args.text) if args.text else "pydoc_data.topics"
-    return {name: getattr(args, name) for name in names} | {"text": text, "hardware": hardware()}
+    settings = {name: getattr(args, name) for name in names}
+    return settings | {"command": command(), "text": text, "hardware": hardware()}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -386,6 +387,7 @@ def equal_sizes(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
 
 def compare(args: argparse.Namespace) -> None:
     """Trains each mixer, and tells their bits per byte of the held-out text."""
+    start = time.perf_counter()
     train_text, held_out = load_text(args.text)
     table, curves = {}, {}
     for mixer, own in equal_sizes(args).items():
@@ -403,6 +405,7 @@ def compare(args: argparse.Namespace) -> None:
         }
     results = about(args) | {
         "training_tokens": args.steps * args.batch * args.length,
+        "seconds": time.perf_counter() - start,
         "references": reference_figures(train_text, held_out),
         "mixers": table,
     }

@@ -20,7 +20,7 @@ import matplotlib
 import numpy as np
 import optax
 from flax import nnx
-from training import Log, fit, hardware, radam, running_mean
+from training import Log, command, fit, hardware, radam, running_mean
 
 from hla_jax.models import TransformerLM
 
@@ -38,7 +38,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "hla3-published": dict(mixer="hla3", variant="published"),
 }
 PRESETS = {
-    "cpu": dict(length=16, batch=32, steps=1500, layers=2, heads=4, features=64)
+    "cpu": dict(length=16, batch=32, steps=3000, layers=2, heads=4, features=64)
     | dict(learning_rate=3e-3, drop_at=0.8),
     "paper": dict(length=128, batch=64, steps=10_000, layers=4, heads=8, features=256)
     | dict(learning_rate=1e-3, drop_at=0.3),
@@ -172,6 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
         logs[name], rows[name] = train(name, args)
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "checkpoint_every")}
     results = settings | {
+        "command": command(),
         "data": f"random sequences of {SYMBOLS} symbols",
         "hardware": hardware(),
         "results": rows,

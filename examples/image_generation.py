@@ -304,7 +304,8 @@ def draw_again(
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
-    about = {"preset": args.preset, "data": args.data, "seed": args.seed} | training.hardware()
+    about = {"command": training.command(), "preset": args.preset, "data": args.data}
+    about |= {"seed": args.seed, "hardware": training.hardware()}
     for section, measure in {"train": train, "throughput": throughput}.items():
         if args.section in (None, section):
             start = time.perf_counter()

@@ -24,7 +24,7 @@ import matplotlib
 import numpy as np
 import optax
 from flax import nnx
-from training import adam, fit, hardware
+from training import adam, command, fit, hardware
 
 import hla_jax as hla
 
@@ -422,6 +422,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{i} of {len(plan)}: {run.task}, {run.comparison}, {run.variant}, seed {run.seed}")
         results.append(train(run, preset, out))
     written = {
+        "command": command(),
         "preset": args.preset,
         "data": "synthetic, drawn from the seeds",
         "hardware": where,

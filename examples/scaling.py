@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from tqdm import tqdm
-from training import hardware
+from training import command, hardware
 
 import hla_jax as hla
 
@@ -278,6 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = measure_all(args.methods, preset, args.preset)
     where = hardware()  # not before: it would take hold of a GPU
     written = {
+        "command": command(),
         "preset": args.preset,
         "data": "random numbers",
         "hardware": where,

@@ -11,6 +11,8 @@ import datetime
 import json
 import os
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -228,6 +230,11 @@ def running_mean(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(window, len(losses) + 1), mean
 
 
+def command() -> str:
+    """How this program was called."""
+    return shlex.join(["python", *sys.argv])
+
+
 def hardware() -> dict[str, Any]:
     """What results were measured on, and when."""
     device = jax.devices()[0]
@@ -236,6 +243,8 @@ def hardware() -> dict[str, Any]:
         info = Path("/proc/cpuinfo")
         lines = info.read_text().splitlines() if info.exists() else []
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        name = f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+        affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+        cores = len(affinity(0)) if affinity else os.cpu_count()
+        name = f"{names[0] if names else platform.machine()}, {cores} core{'s' * (cores != 1)}"
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return {"device": name, "devices": jax.device_count(), "jax": jax.__version__, "date": date}
