@@ -1,6 +1,7 @@
 """Operators over several devices."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,41 +10,59 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def sharded(
-    op: Callable[..., Any], mesh: Mesh, *, batch: str | None = None, heads: str | None = None
+    op: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    batch: str | None = None,
+    heads: str | None = None,
+    sequence: str | None = None,
 ) -> Callable[..., Any]:
-    """Makes an operator that computes each shard of the batch and of the heads on its own device.
+    """Makes an operator that computes each part of its tokens on a device of its own.
 
-    Nothing is exchanged between the devices. XLA runs the products of one CPU device on one core,
-    so on a CPU two devices (`jax.config.update("jax_num_cpu_devices", 2)` before anything else) are
-    what makes a second core work.
+    Parts of the batch and of the heads have nothing to exchange. Over a sequence, devices exchange
+    one state for each stage of the operator, and the id of their last segment, whatever the length:
+    a device adds up what its tokens do to the state, an exclusive scan over the devices gives it
+    the state before its tokens, and from there it goes on as on one device.
+
+    XLA runs the products of one CPU device on one core, so on a CPU two devices
+    (`jax.config.update("jax_num_cpu_devices", 2)` before anything else) are what makes a second
+    core work.
 
     Args:
-      op: `linear_attention`, `hla2`, `ahla` or `hla3`.
+      op: `linear_attention`, `hla2`, `ahla` or `hla3`, or a partial of one.
       mesh: the devices.
       batch: the mesh axis that divides the first batch axis; None leaves it whole.
       heads: the mesh axis that divides the heads; it must divide the kv heads. None leaves them
         whole.
+      sequence: the mesh axis that divides the tokens; None leaves them whole. It need not divide
+        their number, but then outputs on explicit axes are gathered. States are the same on all its
+        devices.
 
     Returns:
       A function with op's arguments and results.
 
     Raises:
-      ValueError: an axis is not the mesh's, or (when called) does not divide the batch or heads.
+      ValueError: an axis is not the mesh's or comes twice, or (when called) does not divide the
+        batch or heads.
 
     Example:
       >>> import jax, hla_jax as hla
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("heads",))
-      >>> hla2 = hla.parallel.sharded(hla.hla2, mesh, heads="heads")
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("tokens",))
+      >>> hla2 = hla.parallel.sharded(hla.hla2, mesh, sequence="tokens")
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 10, 8, 4))
       >>> out, state = jax.jit(hla2)(q, k, v)
       >>> out.shape
       (1, 10, 8, 4)
     """
-    for name, axis in (("batch", batch), ("heads", heads)):
+    axes = {"batch": batch, "heads": heads, "sequence": sequence}
+    for name, axis in axes.items():
         if axis is not None and axis not in mesh.axis_names:
             raise ValueError(f"{name} must be None or one of {mesh.axis_names}, got {axis!r}")
-    if batch is not None and batch == heads:
-        raise ValueError(f"heads must be another axis than batch, got {heads!r} for both")
+    given = [axis for axis in axes.values() if axis is not None]
+    if len(set(given)) < len(given):
+        raise ValueError(f"batch, heads and sequence must be different axes, got {axes}")
+    if sequence is not None:
+        op = partial(op, axis_name=sequence)
 
     def run(q, k, v, *, log_decay=None, mask=None, segment_ids=None, initial_state=None, **options):
         q, k, v = (jnp.asarray(x) for x in (q, k, v))
@@ -56,7 +75,6 @@ def sharded(
                         f"{name} must have {what} that mesh axis {axis!r} of {mesh.shape[axis]} "
                         f"devices divides, got shape {x.shape}"
                     )
-        rows = (batch, *(None,) * (q.ndim - 4)) if q.ndim > 3 else ()
         if log_decay is not None:
             try:
                 log_decay = jnp.broadcast_to(log_decay, k.shape[:-1])
@@ -65,13 +83,21 @@ def sharded(
                     f"log_decay must broadcast to [*B, T, K] = {k.shape[:-1]}, "
                     f"got {jnp.shape(log_decay)}"
                 ) from None
-        of_tokens, of_rows = PartitionSpec(*rows, None, heads), PartitionSpec(*rows)
-        of_states = PartitionSpec(*rows, heads)
+        T = q.shape[-3]
+        if sequence is not None:
+            if k.shape[-3] != T:
+                raise ValueError(f"k must have q's {T} tokens, got {k.shape[-3]}")
+            q, k, v, log_decay, mask, segment_ids = _padded(
+                mesh.shape[sequence], q, k, v, log_decay, mask, segment_ids
+            )
+        rows = (batch, *(None,) * (q.ndim - 4)) if q.ndim > 3 else ()
+        of_tokens = PartitionSpec(*rows, sequence, heads)
+        of_places, of_states = PartitionSpec(*rows, sequence), PartitionSpec(*rows, heads)
         arrays = dict(
             log_decay=log_decay, mask=mask, segment_ids=segment_ids, initial_state=initial_state
         )
         specs = dict(
-            log_decay=of_tokens, mask=of_rows, segment_ids=of_rows, initial_state=of_states
+            log_decay=of_tokens, mask=of_places, segment_ids=of_places, initial_state=of_states
         )
         arrays = {name: x for name, x in arrays.items() if x is not None}
         in_specs = (of_tokens, of_tokens, of_tokens, {name: specs[name] for name in arrays})
@@ -88,6 +114,30 @@ def sharded(
 
             inputs = jax.tree.map(place, in_specs, inputs)
         out_specs = of_tokens, of_states
-        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*inputs)
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        out, state = mapped(*inputs)
+        if out.shape[-3] == T:
+            return out, state
+        if AxisType.Explicit in mesh.axis_types:  # where no array lies in unequal parts
+            whole = NamedSharding(mesh, PartitionSpec(*rows, None, heads))
+            out = jax.sharding.reshard(out, whole)
+        return out[..., :T, :, :], state
 
     return run
+
+
+def _padded(devices: int, q, k, v, log_decay, mask, segment_ids):
+    """Pads T on the right to a multiple of the devices, at least one token each."""
+    T, rows = q.shape[-3], q.ndim - 3
+    more = max(1, -(-T // devices)) * devices - T
+    if more == 0:
+        return q, k, v, log_decay, mask, segment_ids
+    if mask is None:
+        mask = jnp.ones(q.shape[:-2], bool)
+
+    def pad(x):
+        if x is None:
+            return None
+        return jnp.pad(x, [(0, more if axis == rows else 0) for axis in range(jnp.ndim(x))])
+
+    return tuple(map(pad, (q, k, v, log_decay, mask, segment_ids)))

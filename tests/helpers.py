@@ -1,5 +1,10 @@
 """What the tests share."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,3 +45,16 @@ def rms_error(actual: Any, reference: Any) -> float:
     error = np.sqrt(np.mean(np.square(actual - reference)))
     size = np.sqrt(np.mean(np.square(reference)))
     return float(error / size) if size > 0 else float(error)
+
+
+def measured_apart(file, *arguments):
+    """What a file prints as a script, in a process of its own, which can ask for eight devices."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent)])
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    env["JAX_ENABLE_X64"] = "1"
+    command = [sys.executable, file, *arguments]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout)

@@ -1,30 +1,15 @@
 """Operators on eight devices, the batch over two and the heads over four; measured by a script."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
+from helpers import measured_apart
 
 COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 NAMES = ("linear", "hla2", "ahla", "hla3")
-
-
-def measured_apart(name):
-    """What this file prints of a name in a process of its own, which can ask for eight devices."""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent)])
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    env["JAX_ENABLE_X64"] = "1"
-    command = [sys.executable, __file__, name]
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
 
 
 # Each is made of what the others are made of.
@@ -35,7 +20,7 @@ SLOW = ("hla2", "ahla", "hla3")
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in NAMES]
 )
 def test_sharding_needs_no_communication_and_changes_no_value(name):
-    measured = measured_apart(name)
+    measured = measured_apart(__file__, name)
     for axes in ("Auto", "Explicit"):
         inputs = measured[axes]
         assert inputs["collectives"] == [], axes
@@ -117,7 +102,7 @@ def measure(name):
 
 @pytest.mark.slow
 def test_attention_needs_no_communication_and_changes_no_value():
-    measured = measured_apart("attention")
+    measured = measured_apart(__file__, "attention")
     assert len(measured) == 12
     for name, (collectives, error, sharded) in measured.items():
         assert collectives == [], name

@@ -17,6 +17,7 @@ from hla_jax import kernels
 from hla_jax._check import array, check_flag, check_number, check_sizes, checked, checked_or_none
 from hla_jax._segments import segment_starts
 from hla_jax._types import FeatureMaps, LogDecay, Mask, MaskStep, Number, SegmentIds
+from hla_jax.ops import _sequence
 
 State = TypeVar("State", bound=tuple)
 
@@ -49,6 +50,7 @@ class Folded(NamedTuple):
     mask: jax.Array | None  # [*B, T], of the outputs
     dtype: jnp.dtype  # of states, accumulators, and whatever passes between two stages
     options: dict[str, Any]
+    axis_name: str | None  # of the `shard_map` that divides T and S
 
     @property
     def sizes(self) -> Sizes:
@@ -62,14 +64,28 @@ class Folded(NamedTuple):
         Outputs are in the state's dtype, those of the last stage in v's where nothing divides them.
         """
         options = dict(power=power, strict=strict, out_dtype=self._dtype(last), **self.options)
-        y = kernels.causal_linear(q, k, *v, self.log_decay, *state, **options)
-        return Pair(y.o, y.z), Pair(y.P, y.m)
+        if self.axis_name is None:
+            y = kernels.causal_linear(q, k, *v, self.log_decay, *state, **options)
+            return Pair(y.o, y.z), Pair(y.P, y.m)
+        tokens, across = (k, *v, self.log_decay), dict(axis_name=self.axis_name)
+        precision = self.options["precision"]
+        here = _sequence.state_before(*tokens, *state, power=power, precision=precision, **across)
+        y = kernels.causal_linear(q, *tokens, *here, **options)
+        return Pair(y.o, y.z), _sequence.last(Pair(y.P, y.m), **across)
 
     def cascade(self, S, P: Pair | None, F: Pair, *, power: int, last: bool = True):
         """O = LA_power(Q, U, R; F), of U = LA(Q, K, K; S) and R = LA(Q, K, [V, 1]; P).
 
         Without S, U is K; without P, R is [V, 1]. Returns the outputs and the final S, P and F.
         """
+        if self.axis_name is not None:  # a stage's state must be known before the next begins
+            u, r = self.k, self.v
+            if S is not None:
+                (u, _), (S, _) = self.la(self.q, self.k, Pair(self.k), Pair(S))
+            if P is not None:
+                r, P = self.la(self.q, self.k, self.v, P)
+            o, F = self.la(self.q, u, r, F, power=power, last=last)
+            return o, S, P or Pair(None), F
         P = P or Pair(None)
         y = kernels.causal_cascade(
             *(self.q, self.k, *self.v, self.log_decay, S, *P, *F),
@@ -111,6 +127,7 @@ def fold(
     implementation: str | None = None,
     initial_state: tuple | None = None,
     causal: bool = True,
+    axis_name: str | None = None,
 ) -> Folded:
     """Checks the arguments and folds all that is not algebra into plain arrays."""
     maps = _pair(feature_map)
@@ -150,10 +167,11 @@ def fold(
         q,
         k,
         Pair(v, jnp.ones(v.shape[:-1], dtype) if normalize else None),
-        _folded_decay(log_decay, segment_ids, mask, (*batch, S, K), dtype),
+        _folded_decay(log_decay, segment_ids, mask, (*batch, S, K), dtype, axis_name),
         of_queries,
         dtype,
         dict(precision=precision, chunk_size=chunk_size, implementation=implementation),
+        axis_name,
     )
 
 
@@ -284,7 +302,7 @@ def step(
     return jnp.squeeze(out, -3), state
 
 
-def _folded_decay(log_decay, segment_ids, mask, shape, dtype):
+def _folded_decay(log_decay, segment_ids, mask, shape, dtype, axis_name):
     if log_decay is not None:
         given, log_decay = log_decay, checked("log_decay", log_decay, None, jnp.floating)
         try:
@@ -297,7 +315,8 @@ def _folded_decay(log_decay, segment_ids, mask, shape, dtype):
         log_decay = _where(mask, log_decay, width_axes=1)
     if segment_ids is None:
         return log_decay
-    starts = segment_starts(segment_ids, mask)[..., None]
+    before = None if axis_name is None else _sequence.id_before(segment_ids, mask, axis_name)
+    starts = segment_starts(segment_ids, mask, before)[..., None]
     return jnp.where(starts, -jnp.inf, jnp.zeros(shape, dtype) if log_decay is None else log_decay)
 
 

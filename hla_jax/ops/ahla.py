@@ -58,6 +58,7 @@ def ahla(
     precision: lax.PrecisionLike = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    axis_name: str | None = None,
 ) -> tuple[Outputs, AHLAState]:
     """Asymmetric HLA: linear attention over the outputs of linear attention.
 
@@ -96,6 +97,8 @@ def ahla(
         matmuls), "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`),
         "quadratic" (dense weights, O(T^2) memory). All agree; forward mode needs one of the last
         three.
+      axis_name: the axis of an enclosing `jax.shard_map` that divides the tokens, in order; the
+        states are the same on all its devices. `hla_jax.parallel.sharded` calls so.
 
     Returns:
       Outputs [*B, T, H, E] in v's dtype, and the final state in float32 (float64 where an input
@@ -125,6 +128,7 @@ def ahla(
         precision=precision,
         chunk_size=chunk_size,
         implementation=implementation,
+        axis_name=axis_name,
     )
     _, _, H, K, D, E = x.sizes
     s = _fold.start(

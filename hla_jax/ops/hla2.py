@@ -63,6 +63,7 @@ def hla2(
     precision: lax.PrecisionLike = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    axis_name: str | None = None,
 ) -> tuple[Outputs, HLA2State]:
     """Second-order HLA: each token attends through the second moment of the keys.
 
@@ -104,6 +105,8 @@ def hla2(
         matmuls), "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`),
         "quadratic" (dense weights, O(T^2) memory). All agree; forward mode needs one of the last
         three.
+      axis_name: the axis of an enclosing `jax.shard_map` that divides the tokens, in order; the
+        states are the same on all its devices. `hla_jax.parallel.sharded` calls so.
 
     Returns:
       Outputs [*B, T, H, E] in v's dtype, and the final state in float32 (float64 where an input
@@ -133,6 +136,7 @@ def hla2(
         precision=precision,
         chunk_size=chunk_size,
         implementation=implementation,
+        axis_name=axis_name,
     )
     check_flag("masked", masked)
     has_ridge = _has(ridge)

@@ -68,6 +68,7 @@ def hla3(
     precision: lax.PrecisionLike = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    axis_name: str | None = None,
 ) -> tuple[Outputs, HLA3State]:
     """Third-order HLA.
 
@@ -119,6 +120,8 @@ def hla3(
         matmuls), "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`),
         "quadratic" (dense weights, O(T^2) memory). All agree; forward mode needs one of the last
         three.
+      axis_name: the axis of an enclosing `jax.shard_map` that divides the tokens, in order; the
+        states are the same on all its devices. `hla_jax.parallel.sharded` calls so.
 
     Returns:
       Outputs [*B, T, H, E] in v's dtype, and the final state in float32 (float64 where an input
@@ -149,6 +152,7 @@ def hla3(
         precision=precision,
         chunk_size=chunk_size,
         implementation=implementation,
+        axis_name=axis_name,
     )
     _, _, H, K, D, E = x.sizes
     has_f = variant != "unmasked"

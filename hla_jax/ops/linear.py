@@ -58,6 +58,7 @@ def linear_attention(
     precision: lax.PrecisionLike = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    axis_name: str | None = None,
 ) -> tuple[Outputs, LinearState]:
     """Linear attention: softmax's exponential replaced by a product of features.
 
@@ -98,6 +99,8 @@ def linear_attention(
         matmuls), "associative" (`lax.associative_scan` over chunks), "serial" (`lax.scan`),
         "quadratic" (dense weights, O(T^2) memory). All agree; forward mode needs one of the last
         three.
+      axis_name: the axis of an enclosing `jax.shard_map` that divides the tokens, in order; the
+        states are the same on all its devices. `hla_jax.parallel.sharded` calls so.
 
     Returns:
       Outputs [*B, T, H, E] in v's dtype, and the final state in float32 (float64 where an input
@@ -115,6 +118,8 @@ def linear_attention(
     """
     if not causal and log_decay is not None:
         raise ValueError("log_decay has no meaning where causal=False, got one")
+    if not causal and segment_ids is not None and axis_name is not None:
+        raise ValueError("segment_ids must be None where causal=False over an axis_name, got some")
     x = _fold.fold(
         q,
         k,
@@ -129,6 +134,7 @@ def linear_attention(
         precision=precision,
         chunk_size=chunk_size,
         implementation=implementation,
+        axis_name=axis_name,
         causal=causal,
     )
     _, _, _, K, D, E = x.sizes
@@ -247,12 +253,14 @@ def _all_to_all(x: _fold.Folded, state: Pair) -> tuple[Pair, Pair]:
         z = None if state.one is None else dot("...tkgd,...kd->...tkg", q, state.one)
         return Pair(dot("...tkgd,...kde->...tkge", q, state.v), z)
 
-    if x.options["implementation"] in (None, "xla", "quadratic"):
+    if x.axis_name is not None or x.options["implementation"] in (None, "xla", "quadratic"):
         total = Pair(dot("...skd,...ske->...kde", k, v), None if state.one is None else k.sum(-3))
+        if x.axis_name is not None:
+            total = lax.psum(total, x.axis_name)
         final = jax.tree.map(jnp.add, state, total)
     else:
         _, final = x.la(k, k, x.v, state)
-    if x.options["implementation"] == "quadratic":
+    if x.axis_name is None and x.options["implementation"] == "quadratic":
         w = _dense(x).reshape(*batch, K, H // K, T, -1)
         z = None if state.one is None else jnp.einsum("...kgts->...tkg", w)
         o = jax.tree.map(jnp.add, read(state), Pair(dot("...kgts,...ske->...tkge", w, v), z))

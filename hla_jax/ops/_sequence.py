@@ -1,0 +1,138 @@
+"""One sequence over many devices: what each needs of those that hold the tokens before its own.
+
+A causal linear attention adds to its state, so the state before a device's tokens is the sum of
+what the tokens of earlier devices add, decayed on the way. That is all that is exchanged, a state
+for each stage of a cascade: its size does not depend on the length. Everything here runs inside a
+`shard_map`, and autodiff transposes it.
+"""
+
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hla_jax import _decay
+from hla_jax._sharding import vary_like
+
+Tree = TypeVar("Tree")
+
+# Up to so many devices, all elements are gathered in one exchange: n - 1 of them reach each device.
+# Beyond, a scan brings 1 + log2 n, in as many exchanges.
+FEW = 4
+
+
+class Element(NamedTuple):
+    """What the tokens of some devices do to a state: it decays, and P and m are added."""
+
+    log_decay: jax.Array  # [*B, N], finite
+    P: jax.Array  # [*B, N, D, E]
+    m: jax.Array | None  # [*B, N, D]
+
+
+def combine(a: Element, b: Element) -> Element:
+    """The element of a's tokens followed by b's."""
+    decay = jnp.exp(b.log_decay)
+    P = decay[..., None, None] * a.P + b.P
+    m = None if a.m is None or b.m is None else decay[..., None] * a.m + b.m
+    return Element(a.log_decay + b.log_decay, P, m)
+
+
+def state_before(k, v, w, log_decay, P, m, *, power: int, precision, axis_name: str):
+    """Returns P and m before this device's tokens, of those before the whole sequence.
+
+    The shapes are those of `kernels.causal_linear`.
+    """
+    own = _element(k, v, w, log_decay, P, m, power=power, precision=precision)
+    start = Element(jnp.zeros_like(own.log_decay), P, m)
+    own, start = vary_like((own, start), (own, start))
+    before = _gathered if lax.axis_size(axis_name) <= FEW else _scanned
+    element = before(own, start, axis_name)
+    return element.P, element.m
+
+
+def last(tree: Tree, axis_name: str) -> Tree:
+    """Returns the last device's arrays, on every device."""
+    here = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
+    return lax.psum(jax.tree.map(lambda x: jnp.where(here, x, 0), tree), axis_name)
+
+
+def id_before(segment_ids, mask, axis_name: str):
+    """Returns the id of earlier devices' last unmasked token, [*B], and whether there is one."""
+    real = jnp.ones(segment_ids.shape, bool) if mask is None else mask
+    here = real.shape[-1] - 1 - jnp.argmax(real[..., ::-1], axis=-1)
+    own = jnp.take_along_axis(segment_ids, here[..., None], axis=-1)[..., 0]
+    ids, exist = lax.all_gather((own, real.any(-1)), axis_name)  # [n, *B]
+    device = jnp.arange(len(ids)).reshape(-1, *(1,) * own.ndim)
+    exist &= device < lax.axis_index(axis_name)
+    latest = jnp.argmax(jnp.where(exist, device + 1, 0), axis=0, keepdims=True)
+    return jnp.take_along_axis(ids, latest, axis=0)[0], exist.any(0)
+
+
+def _element(k, v, w, log_decay, P, m, *, power: int, precision) -> Element:
+    """What this device's tokens do to a state."""
+    tokens, N = P.ndim - 3, P.shape[-3]
+    k, v = k.astype(P.dtype), v.astype(P.dtype)
+    total = jnp.zeros(P.shape[:-2], P.dtype)
+    if log_decay is not None:
+        log_decay = power * _decay.floor(log_decay.astype(P.dtype))
+        # Sums over the tokens after each one: differences of sums from the start would cancel.
+        down_to = lax.cumsum(log_decay, axis=tokens, reverse=True)
+        later = lax.slice_in_dim(down_to, 1, None, axis=tokens)
+        zero = jnp.zeros_like(lax.slice_in_dim(down_to, 0, 1, axis=tokens))
+        kept = jnp.exp(jnp.concatenate([later, zero], axis=tokens))
+        k = k * _for_heads(kept, k.shape[-2])[..., None]
+        total = _for_heads(jnp.sum(log_decay, axis=tokens), N)
+
+    def add(y: str, values: jax.Array) -> jax.Array:
+        """The sums over tokens of k and values; heads that share have no axis r."""
+        K = min(k.shape[-2], values.shape[tokens + 1])
+        a, x = _split(k, tokens, K), _split(values, tokens, K)
+        names = [f"...tg{'r' if shared else ''}" for shared in (a[1], x[1])]
+        r = "r" if a[1] or x[1] else ""
+        out = jnp.einsum(f"{names[0]}d,{names[1]}{y}->...g{r}d{y}", a[0], x[0], precision=precision)
+        return out.reshape(*P.shape[:tokens], N, *out.shape[out.ndim - 1 - len(y) :])
+
+    return Element(total, add("e", v), None if m is None else add("", w))
+
+
+def _split(x, tokens: int, K: int):
+    """Returns x with its heads as two axes where there are more than K, and whether that is so."""
+    heads = x.shape[tokens + 1]
+    if heads == K:
+        return x, False
+    return x.reshape(*x.shape[: tokens + 1], K, heads // K, *x.shape[tokens + 2 :]), True
+
+
+def _for_heads(x, heads: int):
+    """Repeats what each kv head has for the heads that share it."""
+    return jnp.repeat(x, heads // x.shape[-1], axis=-1)
+
+
+def _gathered(own: Element, start: Element, axis_name: str) -> Element:
+    """Combines start and the elements of all devices before this one, by one exchange."""
+    elements = lax.all_gather(own, axis_name)
+    device = lax.axis_index(axis_name)
+    before = start
+    for i in range(lax.axis_size(axis_name) - 1):
+        after = combine(before, jax.tree.map(lambda x, i=i: x[i], elements))
+        before = jax.tree.map(lambda a, b, i=i: jnp.where(i < device, a, b), after, before)
+    return before
+
+
+def _scanned(own: Element, start: Element, axis_name: str) -> Element:
+    """Does so by a scan: after the step of 2^j, an element is that of 2^(j + 1) devices."""
+    n, device = lax.axis_size(axis_name), lax.axis_index(axis_name)
+
+    def from_left(element: Element, distance: int) -> Element:
+        """Zeros, which change nothing, where there is no such device."""
+        pairs = [(i, i + distance) for i in range(n - distance)]
+        return lax.ppermute(element, axis_name, pairs)
+
+    shifted = from_left(own, 1)
+    element = jax.tree.map(lambda a, b: jnp.where(device == 0, a, b), start, shifted)
+    distance = 1
+    while distance < n:
+        element = combine(from_left(element, distance), element)
+        distance *= 2
+    return element

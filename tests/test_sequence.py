@@ -1,0 +1,177 @@
+"""One sequence over eight devices: the values of one device, and what the devices exchange."""
+
+import json
+import math
+import re
+import sys
+from functools import partial
+
+import pytest
+from helpers import measured_apart
+from operators import FOUR, FUNCTIONS
+
+# Which axis of the mesh has how many devices; up to four gather, eight scan.
+MESHES = {
+    "scan": {"sequence": 8},
+    "gather": {"batch": 2, "sequence": 4},
+    "all": {"batch": 2, "heads": 2, "sequence": 2},
+}
+CASES = [  # T, mesh, decay, mask, segments, initial, normalize
+    (64, "scan", "token", "interior", True, True, True),
+    (37, "gather", "strong", "none", False, False, False),
+    (50, "all", "constant", "right", True, True, True),
+    (65, "gather", "resets", "left", False, True, False),
+    (3, "scan", None, "none", True, False, False),
+]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != "hla2" else []) for n in FUNCTIONS]
+)
+def test_many_devices_compute_what_one_does(name):
+    cases = CASES if name != "hla2" else CASES[2:3]
+    for case, (values, gradients) in zip(cases, measured_apart(__file__, name), strict=True):
+        assert values < 1e-14, case
+        assert gradients < 1e-13, case
+
+
+@pytest.mark.slow
+def test_the_rest_of_hla2():
+    for values, gradients in measured_apart(__file__, "hla2", "rest"):
+        assert max(values, gradients) < 1e-13
+
+
+@pytest.mark.slow
+def test_all_keys_are_seen_from_every_device():
+    for error in measured_apart(__file__, "not causal"):
+        assert error < 1e-14
+
+
+@pytest.mark.slow
+def test_devices_exchange_a_state_a_stage_whatever_the_length():
+    seen = {}
+    for name, devices, T, *exchanged in measured_apart(__file__, "bytes"):
+        assert seen.setdefault((name, devices), exchanged) == exchanged, T
+    for (name, devices), (gathered, permuted, reduced) in seen.items():
+        state = 8 * sum(N * width for N, width in stages(name))
+        decays = 8 * sum(N for N, _ in stages(name))  # their logs, or fewer where stages share them
+        times = devices if devices <= 4 else 1 + math.log2(devices)
+        assert (permuted == 0) if devices <= 4 else (gathered == 0)
+        assert times * state <= gathered + permuted <= times * (state + decays)
+        assert reduced == state
+
+
+H, K, D, E = 4, 2, 3, 5
+
+
+def stages(name):
+    """The states of an operator, each as heads and numbers a head."""
+    squares, keys, outputs = (K, D * D), (K, D * E), (H, D * E)
+    return {
+        "linear": [keys],
+        "hla2": [squares, outputs],
+        "ahla": [keys, outputs],
+        "hla3": [squares, keys, outputs],
+    }[name]
+
+
+def measure(name, cases):
+    """The largest errors of results and of gradients, over several devices against one."""
+    import jax
+    import numpy as np
+    from operators import (
+        as_dict,
+        as_state,
+        make_inputs,
+        make_mask,
+        make_segments,
+        operator,
+        with_gradients,
+        worst_error,
+    )
+
+    import hla_jax as hla
+
+    for T, mesh, decay, mask, segments, initial, normalize in cases:
+        axes = MESHES[mesh]
+        options = dict(decay=decay, initial=initial, normalize=normalize)
+        inputs = make_inputs(name, T, heads=(8, 4), **options)
+        rest = {"mask": make_mask(mask, T)}
+        rest["segment_ids"] = make_segments(T) if segments else None
+
+        def run(op, x, rest=rest):
+            state = as_state(name, x.get("state"))
+            arguments = {key: value for key, value in x.items() if key != "state"}
+            out, state = op(initial_state=state, **arguments, **rest)
+            return out, as_dict(state)
+
+        one = operator(name, normalize=normalize, chunk_size=16)
+        devices = jax.make_mesh(tuple(axes.values()), tuple(axes))
+        many = hla.parallel.sharded(one, devices, **{axis: axis for axis in axes})
+        shapes = jax.eval_shape(partial(run, one), inputs)
+        rng = np.random.default_rng(0)
+        cotangents = jax.tree.map(lambda x, rng=rng: rng.normal(size=x.shape), shapes)
+        expected, actual = (
+            jax.jit(partial(with_gradients, partial(run, op)))(inputs, cotangents)
+            for op in (one, many)
+        )
+        yield tuple(worst_error(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+def measure_not_causal():
+    import jax
+    from operators import as_dict, make_inputs, make_mask, operator, worst_error
+
+    import hla_jax as hla
+
+    inputs = make_inputs("linear", 37, normalize=True)
+    mesh = jax.make_mesh((8,), ("sequence",))
+    for mask in ("none", "interior"):
+        one = operator("linear", causal=False, normalize=True)
+        many = hla.parallel.sharded(one, mesh, sequence="sequence")
+        arguments = inputs | {"mask": make_mask(mask, 37)}
+        (out, state), (expected, final) = many(**arguments), one(**arguments)
+        yield max(worst_error(out, expected), worst_error(as_dict(state), as_dict(final)))
+
+
+def measure_bytes():
+    """What the compiled programs gather, permute and reduce, in bytes of the results."""
+    import jax
+    from operators import make_inputs, operator
+
+    import hla_jax as hla
+
+    def total(text, collective):
+        found = re.findall(rf"= ([^=]*?) {collective}(?:-start)?\(", text)
+        arrays = re.findall(r"([a-z]+)(\d+)\[([\d,]*)\]", " ".join(found))
+        return sum(
+            int(bits) // 8 * math.prod(int(n) for n in shape.split(",") if n)
+            for _, bits, shape in arrays
+        )
+
+    for name in FOUR:
+        for devices in (2, 4, 8):
+            mesh = jax.make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
+            for T in (64, 256):
+                inputs = make_inputs(name, T, batch=(1,), heads=(H, K), d=D, e=E, decay="token")
+                op = hla.parallel.sharded(operator(name, chunk_size=8), mesh, sequence="s")
+                text = jax.jit(op).lower(**inputs).compile().as_text()
+                collectives = "all-gather", "collective-permute", "all-reduce"
+                yield name, devices, T, *(total(text, collective) for collective in collectives)
+                others = re.findall(r"all-to-all|reduce-scatter", text)
+                assert not others, others
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["bytes"]:
+            results = measure_bytes()
+        case ["not causal"]:
+            results = measure_not_causal()
+        case ["hla2"]:
+            results = measure("hla2", CASES[2:3])
+        case ["hla2", "rest"]:
+            results = measure("hla2", CASES[:2] + CASES[3:])
+        case [name]:
+            results = measure(name, CASES)
+    print(json.dumps(list(results)))
