@@ -175,6 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
         "command": command(),
         "data": f"random sequences of {SYMBOLS} symbols",
         "hardware": hardware(),
+        "seconds": sum(row["seconds"] for row in rows.values()),
         "results": rows,
     }
     (args.out / "results.json").write_text(json.dumps(results, indent=2))
