@@ -197,10 +197,13 @@ def write(model: TransformerLM, args: argparse.Namespace) -> str:
     return args.prompt + bytes(np.asarray(new[0], np.uint8)).decode(errors="replace")
 
 
-def held_out_bits(model: TransformerLM, text: np.ndarray, args: argparse.Namespace) -> float:
+def held_out_bits(
+    model: TransformerLM, text: np.ndarray, args: argparse.Namespace, *, read_on: bool = True
+) -> float:
     """Bits per byte of the text, cut into `batch` rows, each read on and on with its state.
 
-    Into more, where a row would be longer than a cache holds.
+    Into more, where a row would be longer than a cache holds. Without `read_on` every `length`
+    bytes begin anew, as they do in training.
     """
     longest = (model.max_length or len(text)) // args.length * args.length
     count = max(args.batch, -(-(len(text) - 1) // max(longest, 1)))
@@ -220,6 +223,8 @@ def held_out_bits(model: TransformerLM, text: np.ndarray, args: argparse.Namespa
     for i in range(windows):
         part = slice(i * args.length, (i + 1) * args.length)
         shifted = slice(part.start + 1, part.stop + 1)
+        if not read_on:
+            state = model.init_state(count)
         loss, state = bits(model, state, padded[:, part], padded[:, shifted])
         total += float((np.asarray(loss) * real[part]).sum())
     return total / math.log(2) / (columns * count)
@@ -397,7 +402,8 @@ def compare(args: argparse.Namespace) -> None:
         log = train(model, train_text, own)
         curves[mixer] = log.losses
         table[mixer] = {
-            "bits_per_byte": held_out_bits(model, held_out, own),
+            "bits_per_byte": held_out_bits(model, held_out, own, read_on=False),
+            "bits_per_byte_read_on": held_out_bits(model, held_out, own),
             "parameters": size,
             "mlp_features": own.mlp_features,
             "final_loss": float(log.losses[-1]),
@@ -411,11 +417,13 @@ def compare(args: argparse.Namespace) -> None:
     }
     (args.out / "results.json").write_text(json.dumps(results, indent=2))
     plot_comparison(args.out / "compare.png", curves, table)
-    print(f"\n{results['training_tokens']:,} training tokens, held-out bits per byte")
-    print(f"  {'mixer':<44}{'bits':>9}{'parameters':>12}{'tokens/s':>10}")
+    print(f"\n{results['training_tokens']:,} training tokens, held-out bits per byte: of rows as")
+    print("long as in training, and read on and on")
+    print(f"  {'mixer':<44}{'rows':>9}{'on and on':>11}{'parameters':>12}{'tokens/s':>10}")
     for name, row in sorted(table.items(), key=lambda item: item[1]["bits_per_byte"]):
-        bits, size, speed = (row[k] for k in ("bits_per_byte", "parameters", "tokens_per_second"))
-        print(f"  {name:<44}{bits:9.3f}{size:12,}{speed:10,.0f}")
+        bits, on = row["bits_per_byte"], row["bits_per_byte_read_on"]
+        size, speed = row["parameters"], row["tokens_per_second"]
+        print(f"  {name:<44}{bits:9.3f}{on:11.3f}{size:12,}{speed:10,.0f}")
     for name, bits in results["references"].items():
         print(f"  {name:<44}{bits:9.3f}")
     print(f"curves in {args.out / 'compare.png'}, numbers in {args.out / 'results.json'}")
