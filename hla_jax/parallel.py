@@ -2,11 +2,32 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+class Layout(NamedTuple):
+    """Which axes of a mesh divide the arrays of an operator, for layers; see `sharded`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, hla_jax as hla
+      >>> from flax import nnx
+      >>> Auto = jax.sharding.AxisType.Auto
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("tokens",), axis_types=(Auto,))
+      >>> layout = hla.parallel.Layout(mesh, sequence="tokens")
+      >>> layer = hla.nn.HLA2(num_heads=2, in_features=8, layout=layout, rngs=nnx.Rngs(0))
+      >>> y, state = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((1, 10, 8)))
+      >>> y.shape
+      (1, 10, 8)
+    """
+
+    mesh: Mesh
+    batch: str | None = None
+    heads: str | None = None
+    sequence: str | None = None
 
 
 def sharded(

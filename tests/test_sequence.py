@@ -61,6 +61,12 @@ def test_devices_exchange_a_state_a_stage_whatever_the_length():
         assert reduced == state
 
 
+@pytest.mark.slow
+def test_a_model_on_many_devices_learns_and_decodes_as_on_one():
+    for error in measured_apart(__file__, "model"):
+        assert error < 1e-13
+
+
 H, K, D, E = 4, 2, 3, 5
 
 
@@ -134,6 +140,41 @@ def measure_not_causal():
         yield max(worst_error(out, expected), worst_error(as_dict(state), as_dict(final)))
 
 
+def measure_model():
+    """Errors of the loss, of its gradients, and of a token decoded after the others."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from operators import worst_error
+
+    import hla_jax as hla
+
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 2, 2), ("data", "heads", "tokens"), axis_types=auto)
+    layout = hla.parallel.Layout(mesh, batch="data", heads="heads", sequence="tokens")
+    tokens = jax.random.randint(jax.random.key(0), (4, 37), 0, 11)
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    @nnx.jit
+    def run(model, tokens):
+        def loss(model):
+            logits, state = model(tokens[:, :-1])
+            return (logits**2).mean(), state
+
+        (value, state), gradient = nnx.value_and_grad(loss, has_aux=True)(model)
+        return value, gradient, model(tokens[:, -1:], state)[0]
+
+    for mixer in ("linear", "hla2"):
+        sizes = dict(num_layers=2, num_heads=4, num_kv_heads=2, features=8, mixer=mixer)
+        kinds = dict(dtype=jnp.float64, param_dtype=jnp.float64)
+        results = []
+        for options in ({}, {"layout": layout}):
+            model = hla.models.TransformerLM(11, rngs=nnx.Rngs(0), **sizes, **kinds, **options)
+            rows = jax.device_put(tokens, place) if options else tokens
+            results.append(jax.tree.leaves(run(model, rows)))
+        yield worst_error(*reversed(results))
+
+
 def measure_bytes():
     """What the compiled programs gather, permute and reduce, in bytes of the results."""
     import jax
@@ -166,6 +207,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["bytes"]:
             results = measure_bytes()
+        case ["model"]:
+            results = measure_model()
         case ["not causal"]:
             results = measure_not_causal()
         case ["hla2"]:

@@ -15,6 +15,7 @@ from hla_jax import feature_maps, ops
 from hla_jax._types import FeatureMaps
 from hla_jax.nn.mixer import Tokens
 from hla_jax.nn.multihead import MultiHead, MultiHeadOptions
+from hla_jax.parallel import Layout, sharded
 
 Decay = Literal["learned"] | float | Sequence[float] | None
 
@@ -27,6 +28,7 @@ class RecurrentOptions(MultiHeadOptions, total=False):
     implementation: str | None
     chunk_size: int | None
     precision: jax.lax.PrecisionLike
+    layout: Layout | None
 
 
 class Recurrent(MultiHead):
@@ -56,6 +58,8 @@ class Recurrent(MultiHead):
       implementation: the operator's, for more than one token.
       chunk_size: the operator's.
       precision: the operator's.
+      layout: how batch, heads and tokens are divided over devices, for more than one token; see
+        `hla_jax.parallel`. None leaves that to the compiler, which does not divide the tokens.
       rngs: see `MultiHead`.
       **options: num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base,
         dtype and param_dtype, see `MultiHead`.
@@ -77,6 +81,7 @@ class Recurrent(MultiHead):
         implementation: str | None = None,
         chunk_size: int | None = None,
         precision: jax.lax.PrecisionLike = None,
+        layout: Layout | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[MultiHeadOptions],
     ):
@@ -89,7 +94,7 @@ class Recurrent(MultiHead):
             ("chunk_size", chunk_size),
             *(() if causal else [("causal", False)]),
         )
-        self.implementation = implementation
+        self.implementation, self.layout = implementation, layout
         if not causal and "causal" not in inspect.signature(type(self).operator).parameters:
             raise ValueError(f"causal must be True: {type(self).__name__} has no other form")
         if not causal and decay is not None:
@@ -106,7 +111,10 @@ class Recurrent(MultiHead):
         log_decay = None if self.log_decay is None else jnp.asarray(self.log_decay, jnp.float32)
         if self.decay is not None:
             log_decay = -jax.nn.softplus(self.decay(x))
-        return type(self).operator(
+        operator = type(self).operator
+        if self.layout is not None and x.shape[1] > 1:
+            operator = sharded(operator, **self.layout._asdict())
+        return operator(
             q,
             k,
             v,
@@ -160,9 +168,9 @@ class LinearAttention(Recurrent):
         `hla_jax.linear_attention` takes; applied after rotary positions.
       normalize: whether to divide by the sum of the affinities.
       rngs: see `MultiHead`.
-      **options: decay, causal, implementation, chunk_size and precision, see `Recurrent`;
-        num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and
-        param_dtype, see `MultiHead`.
+      **options: decay, causal, implementation, chunk_size, precision and layout, see
+        `Recurrent`; num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary,
+        rotary_base, dtype and param_dtype, see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -202,9 +210,9 @@ class HLA2(Recurrent):
       feature_map: see `hla_jax.hla2`.
       normalize: see `hla_jax.hla2`; wants a positive feature map.
       rngs: see `MultiHead`.
-      **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
-        head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype,
-        see `MultiHead`.
+      **options: decay, implementation, chunk_size, precision and layout, see `Recurrent`;
+        num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and
+        param_dtype, see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -245,9 +253,9 @@ class AHLA(Recurrent):
       feature_map: see `hla_jax.ahla`.
       normalize: see `hla_jax.ahla`; wants a positive feature map.
       rngs: see `MultiHead`.
-      **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
-        head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype,
-        see `MultiHead`.
+      **options: decay, implementation, chunk_size, precision and layout, see `Recurrent`;
+        num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and
+        param_dtype, see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -287,9 +295,9 @@ class HLA3(Recurrent):
       feature_map: see `hla_jax.hla3`.
       normalize: see `hla_jax.hla3`; wants a positive feature map.
       rngs: see `MultiHead`.
-      **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
-        head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype,
-        see `MultiHead`.
+      **options: decay, implementation, chunk_size, precision and layout, see `Recurrent`;
+        num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and
+        param_dtype, see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp
