@@ -1,0 +1,89 @@
+"""A sequence over the devices of several processes, which talk over this machine's loopback."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEVICES = 2  # of each process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_compute_what_one_device_does(count):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent)])
+    env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(port), str(count), str(i)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, err) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, err[-4000:]
+        told = json.loads(out.splitlines()[-1])
+        assert told["devices"] == count * DEVICES
+        assert max(told["errors"].values()) < 1e-13, told
+
+
+def measure(port, count, index):
+    """Compares this process's parts of outputs, state and gradients with those of one device."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+    from operators import FOUR, make_inputs, make_segments, operator, with_gradients
+
+    import hla_jax as hla
+
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
+    mesh = jax.make_mesh((count * DEVICES,), ("tokens",))
+    errors = {}
+    for name in FOUR:
+        inputs = make_inputs(name, 48, batch=(1,), decay="token", normalize=True)
+        ids = make_segments(48, batch=1, length=17)
+
+        def run(op, x, ids=ids):
+            def fn(x):
+                return op(**x, segment_ids=ids)[0]
+
+            return with_gradients(fn, x, x["v"].repeat(2, axis=2))
+
+        def place(x, spec):
+            sharding = NamedSharding(mesh, spec)
+            return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+        op = operator(name, normalize=True, chunk_size=8)
+        many = hla.parallel.sharded(op, mesh, sequence="tokens")
+        spec = PartitionSpec(None, "tokens")
+        placed = {key: place(x, spec) for key, x in inputs.items()}
+        everywhere = place(ids, spec)
+        actual = jax.jit(lambda x, ids, many=many: run(many, x, ids))(placed, everywhere)
+        expected = jax.jit(lambda x, op=op: run(op, x))(inputs)
+        errors[name] = max(
+            float(np.abs(np.asarray(shard.data) - np.asarray(e)[shard.index]).max())
+            for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+            for shard in a.addressable_shards
+        )
+    return {"devices": jax.device_count(), "errors": errors}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(*map(int, sys.argv[1:]))))
