@@ -1,6 +1,7 @@
 """The language model learns, and `generate` writes what stepping through it by hand would."""
 
 import importlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -166,9 +167,32 @@ def test_an_untied_head_and_a_mixer_of_ones_own():
     assert model.head.kernel.shape == (16, V)
 
 
+def hybrid():
+    softmax = partial(nn.SoftmaxAttention, max_length=9)
+    return make(["hla2", softmax, nn.LinearAttention], num_layers=3)
+
+
+def test_blocks_may_have_different_mixers():
+    model = hybrid()
+    kinds = [type(block.mixer) for block in model.blocks]
+    assert kinds == [nn.HLA2, nn.SoftmaxAttention, nn.LinearAttention]
+    assert model.max_length == 9
+
+
+@pytest.mark.slow
+def test_different_mixers_step_as_they_read():
+    model, tokens = hybrid(), random_tokens(2, 9)
+    logits, _ = call(model, tokens)
+    first, state = call(model, tokens[:, :5])
+    second, _ = call(model, tokens[:, 5:], state)
+    assert rms_error(jnp.concatenate([first, second], axis=1), logits) < 1e-5
+
+
 def test_wrong_arguments_are_named(no_type_checks):
     with pytest.raises(ValueError, match="mixer must be one of"):
         make("hla4")
+    with pytest.raises(ValueError, match="mixer must be one, or one for each of 1 layers, got 2"):
+        make(["hla2", "hla2"])
     model, prompt = make("softmax", max_length=8), random_tokens(1, 4)
     for message, options in {
         r"4 \+ 6 tokens, more than the model's max_length=8": dict(max_new_tokens=6, temperature=0),

@@ -1,14 +1,20 @@
 """One sequence over eight devices: the values of one device, and what the devices exchange."""
 
+import importlib
 import json
 import math
 import re
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 from helpers import measured_apart
 from operators import FOUR, FUNCTIONS
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "examples" / "benchmarks"))
+exchange = importlib.import_module("exchange")
 
 # Which axis of the mesh has how many devices; up to four gather, eight scan.
 MESHES = {
@@ -52,13 +58,19 @@ def test_devices_exchange_a_state_a_stage_whatever_the_length():
     seen = {}
     for name, devices, T, *exchanged in measured_apart(__file__, "bytes"):
         assert seen.setdefault((name, devices), exchanged) == exchanged, T
-    for (name, devices), (gathered, permuted, reduced) in seen.items():
-        state = 8 * sum(N * width for N, width in stages(name))
-        decays = 8 * sum(N for N, _ in stages(name))  # their logs, or fewer where stages share them
-        times = devices if devices <= 4 else 1 + math.log2(devices)
-        assert (permuted == 0) if devices <= 4 else (gathered == 0)
-        assert times * state <= gathered + permuted <= times * (state + decays)
-        assert reduced == state
+    for (name, n), (gathered, permuted, reduced) in seen.items():
+        # Of the formula's float32 made float64; a gather's result holds the device's own, too.
+        formula = 2 * exchange.states(name, SIZES, n)
+        assert (permuted == 0) if n <= 4 else (gathered == 0)
+        arrived = gathered * (n - 1) / n + permuted
+        decays = 8 * SIZES.H * len(exchange.STAGES[name](SIZES)) * n  # their logs, or fewer
+        assert formula <= arrived <= formula + decays
+        assert reduced == 8 * sum(exchange.STAGES[name](SIZES))
+
+
+def test_the_page_has_the_table_that_the_formulas_give():
+    table = exchange.table(exchange.MODEL, [2, 8, 64, 512])
+    assert table in (ROOT / "docs" / "scaling.md").read_text()
 
 
 @pytest.mark.slow
@@ -67,18 +79,7 @@ def test_a_model_on_many_devices_learns_and_decodes_as_on_one():
         assert error < 1e-13
 
 
-H, K, D, E = 4, 2, 3, 5
-
-
-def stages(name):
-    """The states of an operator, each as heads and numbers a head."""
-    squares, keys, outputs = (K, D * D), (K, D * E), (H, D * E)
-    return {
-        "linear": [keys],
-        "hla2": [squares, outputs],
-        "ahla": [keys, outputs],
-        "hla3": [squares, keys, outputs],
-    }[name]
+SIZES = exchange.Layer(T=0, H=4, K=2, D=3, E=5)
 
 
 def measure(name, cases):
@@ -194,7 +195,9 @@ def measure_bytes():
         for devices in (2, 4, 8):
             mesh = jax.make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
             for T in (64, 256):
-                inputs = make_inputs(name, T, batch=(1,), heads=(H, K), d=D, e=E, decay="token")
+                inputs = make_inputs(
+                    name, T, batch=(1,), heads=SIZES[1:3], d=SIZES.D, e=SIZES.E, decay="token"
+                )
                 op = hla.parallel.sharded(operator(name, chunk_size=8), mesh, sequence="s")
                 text = jax.jit(op).lower(**inputs).compile().as_text()
                 collectives = "all-gather", "collective-permute", "all-reduce"

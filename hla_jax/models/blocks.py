@@ -1,6 +1,6 @@
 """Pre-norm Transformer blocks around the token-mixing layers: what models are made of."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ MIXERS: dict[str, Callable[..., nn.Mixer]] = {
 CACHED = {"softmax", "flash", "mla", "sparse", "longformer", "big_bird", "reformer"}
 
 State = tuple[nn.MixerState, ...]
+Mixers = str | Callable[..., nn.Mixer] | Sequence[str | Callable[..., nn.Mixer]]
 
 
 class Block(nnx.Module):
@@ -73,21 +74,23 @@ class Block(nnx.Module):
 
 
 def make_mixers(
-    mixer: str | Callable[..., nn.Mixer],
+    mixer: Mixers,
     known: Mapping[str, Callable[..., nn.Mixer]],
     count: int,
     *,
     causal: bool,
     **options: Any,
 ) -> Iterator[nn.Mixer]:
-    """Makes so many layers, one by one, of the kind that a model was asked for."""
-    if isinstance(mixer, str) and mixer not in known:
-        raise ValueError(f"mixer must be one of {sorted(known)} or a callable, got {mixer!r}")
-    make = known[mixer] if isinstance(mixer, str) else mixer
-    for _ in range(count):
-        layer = make(**options)
+    """Makes so many layers, one by one, of the kind or of the kinds that a model was asked for."""
+    kinds = [mixer] * count if isinstance(mixer, str) or callable(mixer) else [*mixer]
+    if len(kinds) != count:
+        raise ValueError(f"mixer must be one, or one for each of {count} layers, got {len(kinds)}")
+    for kind in kinds:
+        if isinstance(kind, str) and kind not in known:
+            raise ValueError(f"mixer must be one of {sorted(known)} or a callable, got {kind!r}")
+        layer = (known[kind] if isinstance(kind, str) else kind)(**options)
         if layer.causal != causal:
-            raise ValueError(f"mixer must make layers with causal={causal}, got others: {mixer!r}")
+            raise ValueError(f"mixer must make layers with causal={causal}, got others: {kind!r}")
         yield layer
 
 

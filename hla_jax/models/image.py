@@ -1,7 +1,6 @@
 """An image model: pixels are predicted one after another, from those before."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Integer, UInt8
 
-from hla_jax import nn
 from hla_jax._check import check_sizes, checked, checked_int, checked_key
 from hla_jax._types import Array
 from hla_jax.models import logistics
@@ -19,6 +17,7 @@ from hla_jax.models.blocks import (
     CACHED,
     MIXERS,
     Block,
+    Mixers,
     State,
     length_limit,
     make_mixers,
@@ -58,8 +57,8 @@ class ImageModel(nnx.Module):
       num_layers: how many blocks.
       num_heads: H, query heads of each.
       features: F, width of the residual stream.
-      mixer: the token-mixing layer, a name or a callable, as in `hla_jax.models.TransformerLM`.
-        A named one with a KV cache has max_length=N by default.
+      mixer: the token-mixing layer, or one for each block, as in `hla_jax.models.TransformerLM`. A
+        named one for all, with a KV cache, has max_length=N by default.
       num_logistics: M, components of the mixture.
       mlp_features: width inside the MLP (default 4 F).
       dtype: of the computation; None means the parameters'. The mixture's parameters are float32
@@ -91,7 +90,7 @@ class ImageModel(nnx.Module):
         num_layers: int,
         num_heads: int,
         features: int,
-        mixer: str | Callable[..., nn.Mixer] = "linear",
+        mixer: Mixers = "linear",
         num_logistics: int = 10,
         mlp_features: int | None = None,
         dtype: DTypeLike | None = None,
@@ -104,7 +103,7 @@ class ImageModel(nnx.Module):
         check_sizes(num_logistics=num_logistics)
         self.shape = tuple(shape)
         N = self.num_tokens
-        if mixer in CACHED:
+        if isinstance(mixer, str) and mixer in CACHED:
             mixer_options.setdefault("max_length", N)
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.embed = nnx.Embed(START + 1, features, **kinds)

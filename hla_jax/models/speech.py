@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Int
 from hla_jax import nn
 from hla_jax._check import check_sizes, checked
 from hla_jax._types import Array
-from hla_jax.models.blocks import Block, make_mixers
+from hla_jax.models.blocks import Block, Mixers, make_mixers
 from hla_jax.nn.mixer import Tokens
 
 # What silence is taken for, so that its logarithm is finite.
@@ -221,7 +221,7 @@ class CTCEncoder(nnx.Module):
       mixer: the token-mixing layer: "linear", "softmax", "flash", "mla", "sliding_window",
         "sparse", "longformer", "big_bird", "performer", "reformer", "linformer", "bilstm", or
         anything that makes one when called with in_features, dtype, param_dtype, rngs and
-        `mixer_options`.
+        `mixer_options`. Or one of these for each layer.
       in_features: of each frame.
       subsampling: 1, 2 or 4: one frame of the output for that many of the input. Each factor of 2
         is a convolution over 3 frames with stride 2, and a ReLU.
@@ -251,7 +251,7 @@ class CTCEncoder(nnx.Module):
         *,
         num_layers: int,
         features: int,
-        mixer: str | Callable[..., nn.Mixer] = "linear",
+        mixer: Mixers = "linear",
         in_features: int = 40,
         subsampling: int = 1,
         dtype: DTypeLike | None = None,

@@ -1,6 +1,5 @@
 """A language model."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,12 +8,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from hla_jax import nn
 from hla_jax._check import checked
 from hla_jax._types import Array, Mask, SegmentIds
 from hla_jax.models.blocks import (
     MIXERS,
     Block,
+    Mixers,
     State,
     length_limit,
     make_mixers,
@@ -33,17 +32,20 @@ class TransformerLM(nnx.Module):
       mixer: the token-mixing layer, a causal one: "linear", "hla2", "ahla", "hla3", "softmax",
         "flash", "mla", "sliding_window" (which needs `window`), "sparse" (`pattern`), "longformer"
         (`window`), "big_bird", "performer", "reformer", or anything that makes one when called
-        with num_heads, in_features, dtype, param_dtype, rngs and the `mixer_options`.
+        with num_heads, in_features, dtype, param_dtype, rngs and the `mixer_options`. Or one of
+        these for each block, such as ["hla2", "hla2", "softmax"] * 4.
       mlp_features: width inside the MLP (default 4 F).
       tied: whether the logits' matrix is the embedding's.
       dtype: of the computation; None means the parameters'.
       param_dtype: of the parameters.
       rngs: the source of the initial parameters.
       **mixer_options: what else is given goes to the token-mixing layers, for example
-        num_kv_heads, decay or max_length.
+        num_kv_heads, decay or max_length. Where blocks differ, all must take them; options of one
+        come with it: functools.partial(hla_jax.nn.SoftmaxAttention, max_length=512).
 
     Raises:
-      ValueError: mixer is another name, or makes a layer that is not causal.
+      ValueError: mixer is another name, makes a layer that is not causal, or is not one for each
+        block.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,7 +66,7 @@ class TransformerLM(nnx.Module):
         num_layers: int,
         num_heads: int,
         features: int,
-        mixer: str | Callable[..., nn.Mixer] = "hla2",
+        mixer: Mixers = "hla2",
         mlp_features: int | None = None,
         tied: bool = True,
         dtype: DTypeLike | None = None,
