@@ -104,6 +104,9 @@ def sharded(
                     f"log_decay must broadcast to [*B, T, K] = {k.shape[:-1]}, "
                     f"got {jnp.shape(log_decay)}"
                 ) from None
+        for name, x in (("mask", mask), ("segment_ids", segment_ids)):
+            if x is not None and jnp.shape(x) != k.shape[:-2]:
+                raise ValueError(f"{name} must be [*B, T] = {k.shape[:-2]}, got {jnp.shape(x)}")
         T = q.shape[-3]
         if sequence is not None:
             if k.shape[-3] != T:

@@ -8,9 +8,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from helpers import measured_apart
 from operators import FOUR, FUNCTIONS
+
+import hla_jax as hla
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
@@ -79,12 +83,27 @@ def test_a_model_on_many_devices_learns_and_decodes_as_on_one():
         assert error < 1e-13
 
 
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_wrong_argument_is_named():
+    mesh = jax.make_mesh((1,), ("x",))
+    tokens = [jnp.ones((2, 7, 2, 3))] * 3
+    for message, axes, call in [
+        ("sequence must be None or one of .* got 'y'", {"sequence": "y"}, {}),
+        ("must be different axes", {"batch": "x", "sequence": "x"}, {}),
+        ("k must have q's 7 tokens, got 5", {"sequence": "x"}, {"k": tokens[1][:, :5]}),
+        (r"mask must be .* = \(2, 7\), got \(7,\)", {"sequence": "x"}, {"mask": jnp.ones(7, bool)}),
+        ("log_decay must broadcast", {"sequence": "x"}, {"log_decay": jnp.zeros(3)}),
+    ]:
+        arguments = dict(zip("qkv", tokens, strict=True)) | call
+        with pytest.raises(ValueError, match=message):
+            hla.parallel.sharded(hla.hla2, mesh, **axes)(**arguments)
+
+
 SIZES = exchange.Layer(T=0, H=4, K=2, D=3, E=5)
 
 
 def measure(name, cases):
     """The largest errors of results and of gradients, over several devices against one."""
-    import jax
     import numpy as np
     from operators import (
         as_dict,
@@ -96,8 +115,6 @@ def measure(name, cases):
         with_gradients,
         worst_error,
     )
-
-    import hla_jax as hla
 
     for T, mesh, decay, mask, segments, initial, normalize in cases:
         axes = MESHES[mesh]
@@ -126,10 +143,7 @@ def measure(name, cases):
 
 
 def measure_not_causal():
-    import jax
     from operators import as_dict, make_inputs, make_mask, operator, worst_error
-
-    import hla_jax as hla
 
     inputs = make_inputs("linear", 37, normalize=True)
     mesh = jax.make_mesh((8,), ("sequence",))
@@ -143,12 +157,8 @@ def measure_not_causal():
 
 def measure_model():
     """Errors of the loss, of its gradients, and of a token decoded after the others."""
-    import jax
-    import jax.numpy as jnp
     from flax import nnx
     from operators import worst_error
-
-    import hla_jax as hla
 
     auto = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 2, 2), ("data", "heads", "tokens"), axis_types=auto)
@@ -178,10 +188,7 @@ def measure_model():
 
 def measure_bytes():
     """What the compiled programs gather, permute and reduce, in bytes of the results."""
-    import jax
     from operators import make_inputs, operator
-
-    import hla_jax as hla
 
     def total(text, collective):
         found = re.findall(rf"= ([^=]*?) {collective}(?:-start)?\(", text)
