@@ -392,7 +392,6 @@ def equal_sizes(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
 
 def compare(args: argparse.Namespace) -> None:
     """Trains each mixer, and tells their bits per byte of the held-out text."""
-    start = time.perf_counter()
     train_text, held_out = load_text(args.text)
     table, curves = {}, {}
     for mixer, own in equal_sizes(args).items():
@@ -408,10 +407,11 @@ def compare(args: argparse.Namespace) -> None:
             "mlp_features": own.mlp_features,
             "final_loss": float(log.losses[-1]),
             "tokens_per_second": args.batch * args.length / log.seconds_per_step,
+            "seconds": float(log.seconds.sum()),
         }
     results = about(args) | {
         "training_tokens": args.steps * args.batch * args.length,
-        "seconds": time.perf_counter() - start,
+        "seconds": sum(row["seconds"] for row in table.values()),
         "references": reference_figures(train_text, held_out),
         "mixers": table,
     }

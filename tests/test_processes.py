@@ -15,6 +15,10 @@ DEVICES = 2  # of each process
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_compute_what_one_device_does(count):
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        pytest.skip("processes find each other by the machine's name, which it does not resolve")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
