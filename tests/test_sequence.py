@@ -23,6 +23,7 @@ exchange = importlib.import_module("exchange")
 # Which axis of the mesh has how many devices; up to four gather, eight scan.
 MESHES = {
     "scan": {"sequence": 8},
+    "odd": {"sequence": 6},
     "gather": {"batch": 2, "sequence": 4},
     "all": {"batch": 2, "heads": 2, "sequence": 2},
 }
@@ -32,6 +33,7 @@ CASES = [  # T, mesh, decay, mask, segments, initial, normalize
     (50, "all", "constant", "right", True, True, True),
     (65, "gather", "resets", "left", False, True, False),
     (3, "scan", None, "none", True, False, False),
+    (40, "odd", None, "interior", False, True, True),
 ]
 
 
@@ -67,9 +69,10 @@ def test_devices_exchange_a_state_a_stage_whatever_the_length():
         formula = 2 * exchange.states(name, SIZES, n)
         assert (permuted == 0) if n <= 4 else (gathered == 0)
         arrived = gathered * (n - 1) / n + permuted
-        decays = 8 * SIZES.H * len(exchange.STAGES[name](SIZES)) * n  # their logs, or fewer
-        assert formula <= arrived <= formula + decays
-        assert reduced == 8 * sum(exchange.STAGES[name](SIZES))
+        # The last step of a scan needs no decay, and the compiler may send equal ones once.
+        decays = 2 * exchange.states(name, SIZES._replace(D=0), n)
+        assert formula - decays <= arrived <= formula
+        assert reduced == 8 * sum(N * a * b for N, a, b in exchange.STAGES[name](SIZES))
 
 
 def test_the_page_has_the_table_that_the_formulas_give():
@@ -91,8 +94,14 @@ def test_a_wrong_argument_is_named():
         ("sequence must be None or one of .* got 'y'", {"sequence": "y"}, {}),
         ("must be different axes", {"batch": "x", "sequence": "x"}, {}),
         ("k must have q's 7 tokens, got 5", {"sequence": "x"}, {"k": tokens[1][:, :5]}),
-        (r"mask must be .* = \(2, 7\), got \(7,\)", {"sequence": "x"}, {"mask": jnp.ones(7, bool)}),
+        (
+            r"mask must be bool of shape \(2, 7\), got bool of shape \(7,\)",
+            {"sequence": "x"},
+            {"mask": jnp.ones(7, bool)},
+        ),
         ("log_decay must broadcast", {"sequence": "x"}, {"log_decay": jnp.zeros(3)}),
+        ("log_decay must be at most 0", {"sequence": "x"}, {"log_decay": jnp.float32(0.9)}),
+        ("v must have q's 7 tokens, got 4", {"sequence": "x"}, {"v": tokens[1][:, :4]}),
     ]:
         arguments = dict(zip("qkv", tokens, strict=True)) | call
         with pytest.raises(ValueError, match=message):
@@ -130,7 +139,8 @@ def measure(name, cases):
             return out, as_dict(state)
 
         one = operator(name, normalize=normalize, chunk_size=16)
-        devices = jax.make_mesh(tuple(axes.values()), tuple(axes))
+        count = math.prod(axes.values())
+        devices = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:count])
         many = hla.parallel.sharded(one, devices, **{axis: axis for axis in axes})
         shapes = jax.eval_shape(partial(run, one), inputs)
         rng = np.random.default_rng(0)
@@ -199,13 +209,14 @@ def measure_bytes():
         )
 
     for name in FOUR:
-        for devices in (2, 4, 8):
+        for devices in (2, 4, 6, 8):
             mesh = jax.make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
             for T in (64, 256):
                 inputs = make_inputs(
                     name, T, batch=(1,), heads=SIZES[1:3], d=SIZES.D, e=SIZES.E, decay="token"
                 )
-                op = hla.parallel.sharded(operator(name, chunk_size=8), mesh, sequence="s")
+                one = operator(name, chunk_size=8, normalize=name == "linear")
+                op = hla.parallel.sharded(one, mesh, sequence="s")
                 text = jax.jit(op).lower(**inputs).compile().as_text()
                 collectives = "all-gather", "collective-permute", "all-reduce"
                 yield name, devices, T, *(total(text, collective) for collective in collectives)

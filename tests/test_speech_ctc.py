@@ -46,6 +46,8 @@ def record(path: Path, seconds: float, pitch: float = 440.0, rate: int = 8000) -
         ("hello there", ""),
         ("hello 2", ""),
         ("hello [beep]", ""),
+        ("hello & world", ""),
+        ("hello w\N{LATIN SMALL LETTER O WITH DIAERESIS}rld", ""),
         ("", ""),
     ],
 )
@@ -67,6 +69,24 @@ def test_words_stand_beside_a_recording_or_in_a_list(tmp_path) -> None:
         "b/two": "IH T S",
     }
     assert (got["a/two"].rate, len(got["a/two"].samples)) == (16000, 4000)
+
+
+def test_an_odd_file_leaves_out_no_other(tmp_path, capsys) -> None:
+    record(tmp_path / "GOOD.WAV", 0.5)
+    for name in ("empty", "torn"):
+        (tmp_path / f"{name}.wav").write_bytes(b"" if name == "empty" else b"RIFF1234")
+        (tmp_path / f"{name}.txt").write_text("hello")
+    record(tmp_path / "silent.wav", 0.0)
+    record(tmp_path / "latin.wav", 0.5)
+    (tmp_path / "latin.txt").write_bytes(
+        "hell\N{LATIN SMALL LETTER O WITH ACUTE}".encode("latin-1")
+    )
+    (tmp_path / "folder.wav").mkdir()
+    (tmp_path / "GOOD.txt").write_text("  ")  # so the list has its words
+    (tmp_path / "list.txt").write_text("GOOD: hello\nsilent: hello")
+    (tmp_path / "torn.txt.gz").write_bytes(b"no gzip")
+    assert [u.name for u in speech_data.load(tmp_path)] == ["GOOD"]
+    assert capsys.readouterr().out.count("left out") == 3
 
 
 def test_what_is_missing_is_said_with_how_to_get_it(tmp_path, monkeypatch) -> None:

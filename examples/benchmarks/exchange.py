@@ -41,19 +41,20 @@ class Layer(NamedTuple):
 
 MODEL = Layer(T=2**20, H=32, K=8, D=128, E=128)
 
-# How many numbers each stage of an operator carries from token to token.
-STAGES: dict[str, Callable[[Layer], list[int]]] = {
-    "linear": lambda m: [m.K * m.D * m.E],
-    "hla2": lambda m: [m.K * m.D * m.D, m.H * m.D * m.E],
-    "ahla": lambda m: [m.K * m.D * m.E, m.H * m.D * m.E],
-    "hla3": lambda m: [m.K * m.D * m.D, m.K * m.D * m.E, m.H * m.D * m.E],
+# The states of each stage of an operator: how many, and their two widths. Linear attention has
+# ones beside its values, to normalise with.
+STAGES: dict[str, Callable[[Layer], list[tuple[int, int, int]]]] = {
+    "linear": lambda m: [(m.K, m.D, m.E + 1)],
+    "hla2": lambda m: [(m.K, m.D, m.D), (m.H, m.D, m.E)],
+    "ahla": lambda m: [(m.K, m.D, m.E), (m.H, m.D, m.E)],
+    "hla3": lambda m: [(m.K, m.D, m.D), (m.K, m.D, m.E), (m.H, m.D, m.E)],
 }
 
 
 def states(name: str, m: Layer, n: int) -> float:
-    """Bytes of states that reach a device, forward: n - 1 of each when gathered, else by a scan."""
-    arrivals = n - 1 if n <= 4 else 1 + math.log2(n)
-    return STATE * sum(STAGES[name](m)) * arrivals
+    """Bytes of states and the logs of their decays that reach a device, gathered or by a scan."""
+    arrivals = n - 1 if n <= 4 else 1 + math.ceil(math.log2(n))
+    return STATE * sum(N * (a * b + 1) for N, a, b in STAGES[name](m)) * arrivals
 
 
 def ring(m: Layer, n: int) -> float:
@@ -70,9 +71,11 @@ def operations(name: str, m: Layer) -> float:
     """Of a layer's forward pass, over all devices; half of softmax's pairs are masked."""
     if name.startswith("softmax"):
         return m.T**2 * m.H * (m.D + m.E)
-    # For each query head and stage a token reads a state, adds to it, and reads its chunk's tokens.
-    stage = 4 * m.D * m.E + 2 * CHUNK * (m.D + m.E)
-    return m.T * m.H * stage * len(STAGES[name](m))
+    # A token is added to each state twice, before the exchange and after, and each query head reads
+    # its state and the tokens of its chunk.
+    return m.T * sum(
+        4 * N * a * b + 2 * m.H * (a * b + CHUNK * (a + b)) for N, a, b in STAGES[name](m)
+    )
 
 
 def arrivals(m: Layer) -> dict[str, Callable[[int], float]]:
@@ -88,12 +91,19 @@ def arrivals(m: Layer) -> dict[str, Callable[[int], float]]:
 def limit(name: str, m: Layer, machine: Machine) -> tuple[int, float]:
     """The most devices, a power of 2, whose exchange takes no longer than their products.
 
-    And how long these take, in seconds, at the peak.
+    And what both take one after the other, in seconds, at the peak of products and links.
     """
-    n = 2
-    while arrivals(m)[name](2 * n) / machine.link <= operations(name, m) / (2 * n) / machine.peak:
+
+    def exchange(n: int) -> float:
+        return arrivals(m)[name](n) / machine.link if n > 1 else 0.0
+
+    def products(n: int) -> float:
+        return operations(name, m) / n / machine.peak
+
+    n = 1
+    while exchange(2 * n) <= products(2 * n):
         n *= 2
-    return n, operations(name, m) / n / machine.peak
+    return n, exchange(n) + products(n)
 
 
 def table(m: Layer, devices: list[int]) -> str:
@@ -113,8 +123,10 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 8, 64, 512])
     args = parser.parse_args()
-    print(f"{MODEL}\nbytes, and for each machine the most devices that compute as long as they")
-    print("exchange, with the time of both\n")
+    print(
+        f"{MODEL}\nbytes, and for each machine the most devices whose exchange takes no longer than"
+    )
+    print("their products, with the time of both\n")
     print(table(MODEL, args.devices))
 
 

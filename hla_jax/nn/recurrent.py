@@ -103,7 +103,10 @@ class Recurrent(MultiHead):
             raise ValueError(f"decay must be 'learned', numbers in (0, 1] or None, got {decay!r}")
         self.decay = _decay_logits(self, rngs) if isinstance(decay, str) else None
         self.log_decay = None if isinstance(decay, str) else _logs(decay, self.num_kv_heads)
-        self._init_memory(1)  # so that the operator refuses a wrong option here, not in a call
+        # So that wrong options are refused here, not in a call.
+        self._init_memory(1)
+        if layout is not None:
+            sharded(type(self).operator, **layout._asdict())
 
     def _mix_heads(
         self, x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, memory: Any, tokens: Tokens

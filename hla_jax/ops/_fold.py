@@ -67,11 +67,16 @@ class Folded(NamedTuple):
         if self.axis_name is None:
             y = kernels.causal_linear(q, k, *v, self.log_decay, *state, **options)
             return Pair(y.o, y.z), Pair(y.P, y.m)
-        tokens, across = (k, *v, self.log_decay), dict(axis_name=self.axis_name)
-        precision = self.options["precision"]
-        here = _sequence.state_before(*tokens, *state, power=power, precision=precision, **across)
-        y = kernels.causal_linear(q, *tokens, *here, **options)
-        return Pair(y.o, y.z), _sequence.last(Pair(y.P, y.m), **across)
+        tokens = k, *v, self.log_decay
+        before = _sequence.state_before(
+            *tokens,
+            *state,
+            power=power,
+            precision=self.options["precision"],
+            axis_name=self.axis_name,
+        )
+        y = kernels.causal_linear(q, *tokens, *before, **options)
+        return Pair(y.o, y.z), _sequence.last(Pair(y.P, y.m), self.axis_name)
 
     def cascade(self, S, P: Pair | None, F: Pair, *, power: int, last: bool = True):
         """O = LA_power(Q, U, R; F), of U = LA(Q, K, K; S) and R = LA(Q, K, [V, 1]; P).
@@ -304,14 +309,7 @@ def step(
 
 def _folded_decay(log_decay, segment_ids, mask, shape, dtype, axis_name):
     if log_decay is not None:
-        given, log_decay = log_decay, checked("log_decay", log_decay, None, jnp.floating)
-        try:
-            log_decay = jnp.broadcast_to(log_decay.astype(dtype), shape)
-        except ValueError:
-            raise ValueError(
-                f"log_decay must broadcast to [*B, T, K] = {shape}, got {jnp.shape(log_decay)}"
-            ) from None
-        _refuse_positive(given, mask, shape)
+        log_decay = broadcast_decay(log_decay, mask, shape, dtype)
         log_decay = _where(mask, log_decay, width_axes=1)
     if segment_ids is None:
         return log_decay
@@ -320,10 +318,24 @@ def _folded_decay(log_decay, segment_ids, mask, shape, dtype, axis_name):
     return jnp.where(starts, -jnp.inf, jnp.zeros(shape, dtype) if log_decay is None else log_decay)
 
 
+def broadcast_decay(log_decay, mask, shape, dtype=None) -> jax.Array:
+    """Returns a decay for each token and kv head, once it is checked."""
+    given, log_decay = log_decay, checked("log_decay", log_decay, None, jnp.floating)
+    try:
+        log_decay = jnp.broadcast_to(log_decay.astype(dtype or log_decay.dtype), shape)
+    except ValueError:
+        raise ValueError(
+            f"log_decay must broadcast to [*B, T, K] = {shape}, got {jnp.shape(log_decay)}"
+        ) from None
+    _refuse_positive(given, mask, shape)
+    return log_decay
+
+
 def _refuse_positive(log_decay, mask, shape) -> None:
     """Raises where the decay was given in place of its log, as far as the values are known."""
-    if isinstance(log_decay, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
-        return
+    for x in (log_decay, mask):
+        if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+            return
     known = np.broadcast_to(np.asarray(log_decay), shape)
     if mask is not None:
         known = known[np.asarray(mask)]

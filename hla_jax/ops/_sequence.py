@@ -18,20 +18,22 @@ from hla_jax._sharding import vary_like
 Tree = TypeVar("Tree")
 
 # Up to so many devices, all elements are gathered in one exchange: n - 1 of them reach each device.
-# Beyond, a scan brings 1 + log2 n, in as many exchanges.
+# Beyond, a scan brings 1 + ceil(log2 n), one after the other.
 FEW = 4
 
 
 class Element(NamedTuple):
     """What the tokens of some devices do to a state: it decays, and P and m are added."""
 
-    log_decay: jax.Array  # [*B, N], finite
+    log_decay: jax.Array | None  # [*B, N], finite
     P: jax.Array  # [*B, N, D, E]
     m: jax.Array | None  # [*B, N, D]
 
 
 def combine(a: Element, b: Element) -> Element:
     """The element of a's tokens followed by b's."""
+    if a.log_decay is None or b.log_decay is None:
+        return jax.tree.map(jnp.add, a, b)
     decay = jnp.exp(b.log_decay)
     P = decay[..., None, None] * a.P + b.P
     m = None if a.m is None or b.m is None else decay[..., None] * a.m + b.m
@@ -44,7 +46,7 @@ def state_before(k, v, w, log_decay, P, m, *, power: int, precision, axis_name: 
     The shapes are those of `kernels.causal_linear`.
     """
     own = _element(k, v, w, log_decay, P, m, power=power, precision=precision)
-    start = Element(jnp.zeros_like(own.log_decay), P, m)
+    start = Element(jax.tree.map(jnp.zeros_like, own.log_decay), P, m)
     own, start = vary_like((own, start), (own, start))
     before = _gathered if lax.axis_size(axis_name) <= FEW else _scanned
     element = before(own, start, axis_name)
@@ -73,7 +75,7 @@ def _element(k, v, w, log_decay, P, m, *, power: int, precision) -> Element:
     """What this device's tokens do to a state."""
     tokens, N = P.ndim - 3, P.shape[-3]
     k, v = k.astype(P.dtype), v.astype(P.dtype)
-    total = jnp.zeros(P.shape[:-2], P.dtype)
+    total = None
     if log_decay is not None:
         log_decay = power * _decay.floor(log_decay.astype(P.dtype))
         # Sums over the tokens after each one: differences of sums from the start would cancel.
@@ -81,31 +83,31 @@ def _element(k, v, w, log_decay, P, m, *, power: int, precision) -> Element:
         later = lax.slice_in_dim(down_to, 1, None, axis=tokens)
         zero = jnp.zeros_like(lax.slice_in_dim(down_to, 0, 1, axis=tokens))
         kept = jnp.exp(jnp.concatenate([later, zero], axis=tokens))
-        k = k * _for_heads(kept, k.shape[-2])[..., None]
-        total = _for_heads(jnp.sum(log_decay, axis=tokens), N)
+        k = k * _each(kept, k.shape[-2])[..., None]
+        total = _each(jnp.sum(log_decay, axis=tokens), N)
 
     def add(y: str, values: jax.Array) -> jax.Array:
-        """The sums over tokens of k and values; heads that share have no axis r."""
+        """The sums over tokens of k and values, whose heads are [K], or [K, r] where not shared."""
         K = min(k.shape[-2], values.shape[tokens + 1])
-        a, x = _split(k, tokens, K), _split(values, tokens, K)
-        names = [f"...tg{'r' if shared else ''}" for shared in (a[1], x[1])]
-        r = "r" if a[1] or x[1] else ""
-        out = jnp.einsum(f"{names[0]}d,{names[1]}{y}->...g{r}d{y}", a[0], x[0], precision=precision)
-        return out.reshape(*P.shape[:tokens], N, *out.shape[out.ndim - 1 - len(y) :])
+        a, x = (_grouped(array, tokens, K) for array in (k, values))
+        left, right = ("gr" if array.shape[tokens + 1] > K else "g" for array in (k, values))
+        out = max(left, right, key=len)
+        sums = jnp.einsum(f"...t{left}d,...t{right}{y}->...{out}d{y}", a, x, precision=precision)
+        return sums.reshape(*P.shape[:tokens], N, *sums.shape[sums.ndim - 1 - len(y) :])
 
     return Element(total, add("e", v), None if m is None else add("", w))
 
 
-def _split(x, tokens: int, K: int):
-    """Returns x with its heads as two axes where there are more than K, and whether that is so."""
+def _grouped(x, tokens: int, K: int):
+    """Returns x with its heads as two axes [K, r] where there are more than K."""
     heads = x.shape[tokens + 1]
     if heads == K:
-        return x, False
-    return x.reshape(*x.shape[: tokens + 1], K, heads // K, *x.shape[tokens + 2 :]), True
+        return x
+    return x.reshape(*x.shape[: tokens + 1], K, heads // K, *x.shape[tokens + 2 :])
 
 
-def _for_heads(x, heads: int):
-    """Repeats what each kv head has for the heads that share it."""
+def _each(x, heads: int):
+    """Gives what each kv head has to all heads that share it."""
     return jnp.repeat(x, heads // x.shape[-1], axis=-1)
 
 
