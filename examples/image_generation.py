@@ -13,6 +13,7 @@ last checkpoint when started again.
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -66,6 +67,7 @@ SIZES = {
 }
 # Each method is timed with the next batch size as long as that is much faster.
 BATCHES = {"cpu": (1, 4, 16, 64), "paper": (1, 16, 64, 256, 1024, 4096)}
+LONGEST = 300  # seconds that a batch may take
 START = 256  # the token before the first value
 
 
@@ -209,7 +211,8 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
         name = {"softmax": "softmax with cache", "lsh": "lsh with cache"}.get(mixer, mixer)
         print(name)
         model = make_model(size, args, mixer)
-        methods[name] = fastest(try_batches(partial(seconds_to_sample, model), batches))
+        measure = partial(seconds_to_sample, model)
+        methods[name] = fastest(try_batches(measure, batches, LONGEST))
     for method in methods.values():
         method["ratio"] = method["images_per_second"] / base["images_per_second"]
     print(f"\n{'':<20}{'images/s':>12}{'ratio':>10}{'batch':>7}  measured")
@@ -220,10 +223,17 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
     return {"size": sizes, "methods": methods}
 
 
-def try_batches(seconds: Callable[[int], float], batches: tuple[int, ...]) -> dict[int, float]:
-    """Images per second by batch size, until one is not a tenth faster or not enough memory."""
+def try_batches(
+    seconds: Callable[[int], float], batches: tuple[int, ...], longest: float = math.inf
+) -> dict[int, float]:
+    """Images per second by batch size, until one is not a tenth faster or not enough memory.
+
+    Or until the next would take longer than `longest` seconds, if it were as fast as the last.
+    """
     tried: dict[int, float] = {}
     for batch in batches:
+        if tried and batch / tried[max(tried)] > longest:
+            break
         try:
             speed = batch / seconds(batch)
         except jax.errors.JaxRuntimeError as error:

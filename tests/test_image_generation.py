@@ -161,6 +161,7 @@ def test_the_search_for_a_batch_ends_where_it_no_longer_pays() -> None:
         return 1.0
 
     assert image_generation.try_batches(needs_memory, (1, 4, 16)) == {1: 1.0}
+    assert image_generation.try_batches(seconds.__getitem__, tuple(seconds), longest=1) == {1: 1.0}
 
 
 @pytest.mark.slow
