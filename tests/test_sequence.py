@@ -211,7 +211,7 @@ def measure_bytes():
     for name in FOUR:
         for devices in (2, 4, 6, 8):
             mesh = jax.make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
-            for T in (64, 256):
+            for T in (48, 240):
                 inputs = make_inputs(
                     name, T, batch=(1,), heads=SIZES[1:3], d=SIZES.D, e=SIZES.E, decay="token"
                 )
