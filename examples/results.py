@@ -121,8 +121,7 @@ def image_speed(result: Result) -> Cells:
         ["", "images a second", "times softmax", "best batch", "measured", "paper: times softmax"]
     ]
     for name, row in result["throughput"]["methods"].items():
-        short = {"softmax recomputed": "softmax", "lsh with cache": "lsh"}.get(name, name)
-        theirs = paper.get(short, NOTHING)[1]
+        theirs = paper.get(name.removesuffix(" recomputed"), NOTHING)[1]
         ratio = f"{float(theirs) / slowest:,.4g}" if theirs else ""
         numbers = [f"{row['images_per_second']:.4g}", f"{row['ratio']:,.4g}", str(row["batch"])]
         table.append([name, *numbers, row["measured"], ratio])
