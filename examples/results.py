@@ -39,6 +39,7 @@ SOURCES = {
     "mnist_linear.png": "image_generation-mnist/linear/images.png",
     "mnist_hla2.png": "image_generation-mnist/hla2/images.png",
     "cifar10_train.json": "image_generation-cifar10/train.json",
+    "cifar10_throughput.json": "image_generation-cifar10/throughput.json",
     "cifar10_linear.png": "image_generation-cifar10/linear/images.png",
 }
 
@@ -182,6 +183,7 @@ TABLES: dict[str, Callable[[Result], Cells]] = {
     "mnist_train": image_quality,
     "mnist_throughput": image_speed,
     "cifar10_train": image_quality,
+    "cifar10_throughput": image_speed,
     "speech": speech,
     "speech_synthetic": speech,
     "recall": recall,
