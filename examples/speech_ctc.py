@@ -64,6 +64,10 @@ class Preset(NamedTuple):
     longest: float  # seconds; longer utterances are left out
     optimiser: Callable[[int], optax.GradientTransformation]  # for so many steps
 
+    def numbers(self) -> dict[str, float]:
+        """All but the optimiser, for files."""
+        return {name: value for name, value in self._asdict().items() if name != "optimiser"}
+
 
 PRESETS = {
     # Layers of both kinds have as many parameters: 12 F^2, and 6 F^2 of an LSTM's F.
@@ -199,7 +203,6 @@ def train(
     size = sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
     print(f"{name}: {size:,} parameters, {len(learn.features)} utterances, {epochs} epochs")
     unheard = held_out.batches(preset.batch)
-    numbers = {k: v for k, v in preset._asdict().items() if k != "optimiser"}
     log = fit(
         model,
         loss,
@@ -207,7 +210,7 @@ def train(
         optimiser=preset.optimiser(epochs * per_epoch),
         steps=epochs * per_epoch,
         out=args.out / name,
-        settings=numbers | {"mixer": name, "utterances": len(learn.features)},
+        settings=preset.numbers() | {"mixer": name, "utterances": len(learn.features)},
         evaluate=lambda model: {"error_rate": phoneme_error_rate(model, unheard, greedy_decode)},
         evaluate_every=EVALUATED * per_epoch,
         checkpoint_every=EVALUATED * per_epoch,
@@ -283,7 +286,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = {
         "command": command(),
         "preset": args.preset,
-        "settings": {k: v for k, v in preset._asdict().items() if k != "optimiser"},
+        "settings": preset.numbers(),
         "seed": args.seed,
         "data": about,
         "hardware": where,

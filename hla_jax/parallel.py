@@ -109,8 +109,6 @@ def sharded(
             log_decay = broadcast_decay(log_decay, mask, k.shape[:-1])
         T = q.shape[-3]
         if sequence is not None:
-            if k.shape[-3] != T:
-                raise ValueError(f"k must have q's {T} tokens, got {k.shape[-3]}")
             q, k, v, log_decay, mask, segment_ids = _padded(
                 mesh.shape[sequence], q, k, v, log_decay, mask, segment_ids
             )

@@ -47,13 +47,17 @@ def rms_error(actual: Any, reference: Any) -> float:
     return float(error / size) if size > 0 else float(error)
 
 
-def measured_apart(file, *arguments):
-    """What a file prints as a script, in a process of its own, which can ask for eight devices."""
+def environment_apart():
+    """For a test's file as a script of its own, on the CPU and in float64."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent)])
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    env["JAX_ENABLE_X64"] = "1"
+    return os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
+
+
+def measured_apart(file, *arguments):
+    """What a file prints as a script, in a process of its own, which can ask for eight devices."""
+    env = environment_apart()
+    env["XLA_FLAGS"] = env.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     command = [sys.executable, file, *arguments]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]

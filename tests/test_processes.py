@@ -1,13 +1,12 @@
 """A sequence over the devices of several processes, which talk over this machine's loopback."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import environment_apart
 
 DEVICES = 2  # of each process
 
@@ -22,13 +21,10 @@ def test_processes_compute_what_one_device_does(count):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent)])
-    env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(port), str(count), str(i)],
-            env=env,
+            env=environment_apart(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -123,10 +123,8 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 8, 64, 512])
     args = parser.parse_args()
-    print(
-        f"{MODEL}\nbytes, and for each machine the most devices whose exchange takes no longer than"
-    )
-    print("their products, with the time of both\n")
+    print(f"{MODEL}\nbytes, and for each machine the most devices whose exchange takes no longer")
+    print("than their products, with the time of both\n")
     print(table(MODEL, args.devices))
 
 

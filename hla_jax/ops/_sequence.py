@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hla_jax import _decay
+from hla_jax import _decay, kernels
 from hla_jax._sharding import vary_like
 
 Tree = TypeVar("Tree")
@@ -80,11 +80,10 @@ def _element(k, v, w, log_decay, P, m, *, power: int, precision) -> Element:
         log_decay = power * _decay.floor(log_decay.astype(P.dtype))
         # Sums over the tokens after each one: differences of sums from the start would cancel.
         down_to = lax.cumsum(log_decay, axis=tokens, reverse=True)
-        later = lax.slice_in_dim(down_to, 1, None, axis=tokens)
-        zero = jnp.zeros_like(lax.slice_in_dim(down_to, 0, 1, axis=tokens))
-        kept = jnp.exp(jnp.concatenate([later, zero], axis=tokens))
+        all_, later = jnp.split(down_to, [1], axis=tokens)
+        kept = jnp.exp(jnp.concatenate([later, jnp.zeros_like(all_)], axis=tokens))
         k = k * _each(kept, k.shape[-2])[..., None]
-        total = _each(jnp.sum(log_decay, axis=tokens), N)
+        total = _each(all_.squeeze(tokens), N)
 
     def add(y: str, values: jax.Array) -> jax.Array:
         """The sums over tokens of k and values, whose heads are [K], or [K, r] where not shared."""
@@ -108,7 +107,7 @@ def _grouped(x, tokens: int, K: int):
 
 def _each(x, heads: int):
     """Gives what each kv head has to all heads that share it."""
-    return jnp.repeat(x, heads // x.shape[-1], axis=-1)
+    return kernels.repeat_heads(x[..., None], heads // x.shape[-1])[..., 0]
 
 
 def _gathered(own: Element, start: Element, axis_name: str) -> Element:
