@@ -2,37 +2,17 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hla_jax._check import checked_or_none
+from hla_jax._layout import Layout, check_axes
 from hla_jax.ops._fold import broadcast_decay
 
-
-class Layout(NamedTuple):
-    """Which axes of a mesh divide the arrays of an operator, for its layer; see `sharded`.
-
-    Layers of operators with a state take it, those of `hla_jax.nn.Recurrent`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, hla_jax as hla
-      >>> from flax import nnx
-      >>> Auto = jax.sharding.AxisType.Auto
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("tokens",), axis_types=(Auto,))
-      >>> layout = hla.parallel.Layout(mesh, sequence="tokens")
-      >>> layer = hla.nn.HLA2(num_heads=2, in_features=8, layout=layout, rngs=nnx.Rngs(0))
-      >>> y, state = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((1, 10, 8)))
-      >>> y.shape
-      (1, 10, 8)
-    """
-
-    mesh: Mesh
-    batch: str | None = None
-    heads: str | None = None
-    sequence: str | None = None
+__all__ = ["Layout", "sharded"]
 
 
 def sharded(
@@ -80,13 +60,7 @@ def sharded(
       >>> out.shape
       (1, 10, 8, 4)
     """
-    axes = {"batch": batch, "heads": heads, "sequence": sequence}
-    for name, axis in axes.items():
-        if axis is not None and axis not in mesh.axis_names:
-            raise ValueError(f"{name} must be None or one of {mesh.axis_names}, got {axis!r}")
-    given = [axis for axis in axes.values() if axis is not None]
-    if len(set(given)) < len(given):
-        raise ValueError(f"batch, heads and sequence must be different axes, got {axes}")
+    check_axes(mesh, batch=batch, heads=heads, sequence=sequence)
     if sequence is not None:
         op = partial(op, axis_name=sequence)
 

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from hla_jax import nn
+from hla_jax._layout import divide, divide_parameter
 from hla_jax._types import Mask, SegmentIds
 
 MIXERS: dict[str, Callable[..., nn.Mixer]] = {
@@ -40,6 +41,8 @@ class Block(nnx.Module):
 
     The squared ReLU needs no transcendental function, unlike a GELU.
 
+    The MLP and x are divided over devices as the mixer's layout says.
+
     Source: Primer (So et al. 2021, arXiv 2109.08668), for the squared ReLU.
     """
 
@@ -59,6 +62,9 @@ class Block(nnx.Module):
         self.mlp_norm = nnx.RMSNorm(features, **kinds)
         self.up = nnx.Linear(features, mlp_features, use_bias=False, **kinds)
         self.down = nnx.Linear(mlp_features, features, use_bias=False, **kinds)
+        layout = mixer.layout
+        self.up.kernel = divide_parameter(self.up.kernel, layout, "parameters", "heads")
+        self.down.kernel = divide_parameter(self.down.kernel, layout, "heads", "parameters")
 
     def __call__(
         self,
@@ -70,7 +76,8 @@ class Block(nnx.Module):
         """The call of the token-mixing layers, see `hla_jax.nn.Mixer`; x and y are [B, T, F]."""
         y, state = self.mixer(self.mixer_norm(x), state, mask, segment_ids)
         x = x + y
-        return x + self.down(jnp.square(jax.nn.relu(self.up(self.mlp_norm(x))))), state
+        x = x + self.down(jnp.square(jax.nn.relu(self.up(self.mlp_norm(x)))))
+        return divide(x, self.mixer.layout, "batch", "sequence", None), state
 
 
 def make_mixers(
@@ -100,15 +107,85 @@ def run_blocks(
     state: State | None,
     mask: Mask | None = None,
     segment_ids: SegmentIds | None = None,
+    *,
+    remat: bool = False,
 ) -> tuple[Float[jax.Array, "B T F"], State]:
-    """Passes x through the blocks; returns it, and the state of each."""
+    """Passes x through the blocks; returns it, and the state of each.
+
+    With remat a backward pass computes each block anew, from its x and state, and keeps nothing
+    else.
+    """
     blocks = tuple(blocks)
     states = (None,) * len(blocks) if state is None else state
     after = []
     for block, before in zip(blocks, states, strict=True):
-        x, left = block(x, before, mask, segment_ids)
+        graph, variables = nnx.split(block)
+
+        def run(variables: Any, x: jax.Array, before: Any, graph: Any = graph) -> Any:
+            return nnx.merge(graph, variables)(x, before, mask, segment_ids)
+
+        x, left = (jax.checkpoint(run) if remat else run)(variables, x, before)
         after.append(left)
     return x, tuple(after)
+
+
+def stack_blocks(blocks: Sequence[Block]) -> list[Block]:
+    """Stacks what repeats: blocks ABABAB become A and B, each variable with a leading axis of 3.
+
+    Blocks are of the same kind where all but the values of their variables is equal.
+    """
+    graphs, variables = zip(*(nnx.split(block) for block in blocks), strict=True)
+    N = len(blocks)
+    period = next(p for p in range(1, N + 1) if N % p == 0 and graphs == graphs[:p] * (N // p))
+
+    def stack(*same: nnx.Variable) -> nnx.Variable:
+        metadata = same[0].get_metadata()
+        if spec := metadata.get("out_sharding"):
+            metadata = metadata | {"out_sharding": (None, *spec)}
+        return type(same[0])(jnp.stack([v[...] for v in same]), **metadata)
+
+    def is_variable(x: Any) -> bool:
+        return isinstance(x, nnx.Variable)
+
+    return [
+        nnx.merge(graphs[i], jax.tree.map(stack, *variables[i::period], is_leaf=is_variable))
+        for i in range(period)
+    ]
+
+
+def unstacked(block: Block) -> Block:
+    """The first of the blocks that `stack_blocks` has stacked."""
+    graph, variables = nnx.split(block)
+    return nnx.merge(graph, jax.tree.map(lambda a: a[0], variables))
+
+
+def scan_blocks(
+    stacks: Iterable[Block],
+    x: Float[jax.Array, "B T F"],
+    state: State | None,
+    mask: Mask | None = None,
+    segment_ids: SegmentIds | None = None,
+    *,
+    repeats: int,
+    remat: bool = False,
+) -> tuple[Float[jax.Array, "B T F"], State]:
+    """Does what `run_blocks` does for blocks that `stack_blocks` has stacked."""
+    graphs, variables = zip(*map(nnx.split, stacks), strict=True)
+    period = len(graphs)
+
+    def step(x: jax.Array, inputs: Any) -> Any:
+        variables, before = inputs
+        blocks = map(nnx.merge, graphs, variables)
+        return run_blocks(blocks, x, before, mask, segment_ids, remat=remat)
+
+    def stack(*states: Any) -> Any:
+        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *states)
+
+    if state is not None:
+        state = tuple(stack(*state[i::period]) for i in range(period))
+    x, after = jax.lax.scan(step, x, (variables, state), length=repeats)
+    layers = (jax.tree.map(lambda a, j=j: a[j], s) for j in range(repeats) for s in after)
+    return x, tuple(layers)
 
 
 def length_limit(blocks: Iterable[Block]) -> int | None:

@@ -1,5 +1,6 @@
 """A language model."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from hla_jax._check import checked
+from hla_jax._layout import Layout, divide, divide_parameter
 from hla_jax._types import Array, Mask, SegmentIds
 from hla_jax.models.blocks import (
     MIXERS,
@@ -18,6 +20,9 @@ from hla_jax.models.blocks import (
     length_limit,
     make_mixers,
     run_blocks,
+    scan_blocks,
+    stack_blocks,
+    unstacked,
 )
 
 
@@ -36,7 +41,13 @@ class TransformerLM(nnx.Module):
         these for each block, such as ["hla2", "hla2", "softmax"] * 4.
       mlp_features: width inside the MLP (default 4 F).
       tied: whether the logits' matrix is the embedding's.
-      dtype: of the computation; None means the parameters'.
+      scan: whether the blocks are one loop, in which a block is compiled once (or the blocks that
+        repeat, once each) and `blocks` holds the parameters of all that are of a kind, stacked.
+        The values are those without it.
+      remat: whether a backward pass computes the inside of each block anew, instead of keeping it.
+      layout: how parameters and tokens are divided over devices, a `hla_jax.parallel.Layout`.
+      dtype: of the computation; None means the parameters'. Parameters in float32 and a dtype of
+        bfloat16 are mixed precision.
       param_dtype: of the parameters.
       rngs: the source of the initial parameters.
       **mixer_options: what else is given goes to the token-mixing layers, for example
@@ -69,6 +80,9 @@ class TransformerLM(nnx.Module):
         mixer: Mixers = "hla2",
         mlp_features: int | None = None,
         tied: bool = True,
+        scan: bool = False,
+        remat: bool = False,
+        layout: Layout | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -77,11 +91,18 @@ class TransformerLM(nnx.Module):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.embed = nnx.Embed(vocab_size, features, **kinds)
         mixer_options |= dict(num_heads=num_heads, in_features=features, **kinds)
+        if layout is not None:
+            mixer_options["layout"] = layout
         mixers = make_mixers(mixer, MIXERS, num_layers, causal=True, **mixer_options)
         mlp_features = mlp_features or 4 * features
-        self.blocks = nnx.List([Block(features, mlp_features, m, **kinds) for m in mixers])
+        blocks = [Block(features, mlp_features, m, **kinds) for m in mixers]
+        self.blocks = nnx.List(stack_blocks(blocks) if scan else blocks)
+        self.num_layers, self.scan, self.remat, self.layout = num_layers, scan, remat, layout
         self.norm = nnx.RMSNorm(features, **kinds)
         self.head = None if tied else nnx.Linear(features, vocab_size, use_bias=False, **kinds)
+        self.embed.embedding = divide_parameter(self.embed.embedding, layout, "heads", "parameters")
+        if self.head is not None:
+            self.head.kernel = divide_parameter(self.head.kernel, layout, "parameters", "heads")
 
     def __call__(
         self,
@@ -133,7 +154,7 @@ class TransformerLM(nnx.Module):
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers, [B, T], got {tokens.dtype} {tokens.shape}")
         if state is not None:
-            N, got = len(self.blocks), type(state).__name__
+            N, got = self.num_layers, type(state).__name__
             if type(state) is tuple:
                 got = f"({', '.join(type(s).__name__ for s in state)})"
             if got != f"({', '.join(['MixerState'] * N)})":
@@ -141,16 +162,31 @@ class TransformerLM(nnx.Module):
         if mask is not None:
             mask = checked("mask", mask, tokens.shape, jnp.bool_)
             tokens = jnp.where(mask, tokens, 0)
-        x, after = run_blocks(self.blocks, self.embed(tokens), state, mask, segment_ids)
+        # Looked up in the whole of each row, or its parts would have to become parts of tokens.
+        table = self.embed.embedding[...].astype(self.embed.dtype)
+        x = jnp.take(divide(table, self.layout, "heads", None), tokens, axis=0)
+        x = divide(x, self.layout, "batch", "sequence", None)
+        run = partial(scan_blocks, repeats=self._repeats) if self.scan else run_blocks
+        x, after = run(self.blocks, x, state, mask, segment_ids, remat=self.remat)
         return self.norm(x), after
 
     def logits(self, x: Float[jax.Array, "*B F"]) -> Float[jax.Array, "*B V"]:
         """The logits [*B, V] of features [*B, F]."""
-        return self.embed.attend(x) if self.head is None else self.head(x)
+        logits = self.embed.attend(x) if self.head is None else self.head(x)
+        names = (
+            ("batch", "sequence", "heads") if x.ndim == 3 else (*(None,) * (x.ndim - 1), "heads")
+        )
+        return divide(logits, self.layout, *names)
 
     def init_state(self, batch_size: int) -> State:
         """The state before any token, for `batch_size` rows: a `MixerState` for each block."""
-        return tuple(block.mixer.init_state(batch_size) for block in self.blocks)
+        blocks = [unstacked(block) for block in self.blocks] if self.scan else self.blocks
+        states = tuple(block.mixer.init_state(batch_size) for block in blocks)
+        return states * self._repeats
+
+    @property
+    def _repeats(self) -> int:
+        return self.num_layers // len(self.blocks)
 
     @property
     def max_length(self) -> int | None:

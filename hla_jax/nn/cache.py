@@ -113,9 +113,14 @@ def _written(
 
     def put(trees: tuple[Any, Any, jax.Array]) -> Any:
         cache, new, slot = trees
-        rows = jnp.arange(len(slot))[:, None]
-        # What has no slot, or one past the end, is dropped.
-        return jax.tree.map(lambda old, a: old.at[rows, slot].set(a, mode="drop"), cache, new)
+
+        # Mapped over rows, for indices of rows would gather a divided batch. What has no slot, or
+        # one past the end, is dropped.
+        @jax.vmap
+        def put_row(old: jax.Array, slot: jax.Array, a: jax.Array) -> jax.Array:
+            return old.at[slot].set(a, mode="drop")
+
+        return jax.tree.map(lambda old, a: put_row(old, slot, a), cache, new)
 
     return left_to_the_compiler(put, (cache, new, slot), lambda: specs_of(cache))
 

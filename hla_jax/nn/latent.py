@@ -1,6 +1,6 @@
 """Multi-head latent attention: a cache of one small vector a token, for all heads."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from hla_jax._check import check_sizes
+from hla_jax._layout import Layout
 from hla_jax.attention import softmax_attention
 from hla_jax.attention.softmax import attend
 from hla_jax.nn.cache import View, mix_with_cache
@@ -52,6 +53,7 @@ class MLA(Mixer):
       causal: see `Mixer`.
       dtype: see `Mixer`.
       param_dtype: see `Mixer`.
+      layout: see `MultiHead`.
       rngs: the source of the initial parameters.
 
     Raises:
@@ -81,6 +83,7 @@ class MLA(Mixer):
         causal: bool = True,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        layout: Layout | None = None,
         rngs: nnx.Rngs,
     ):
         D = checked_head_dim(num_heads, in_features, head_dim)
@@ -89,18 +92,20 @@ class MLA(Mixer):
         check_sizes(kv_rank=R, rotary_dim=P, value_head_dim=E, max_length=max_length)
         if query_rank is not None:
             check_sizes(query_rank=query_rank)
-        super().__init__(in_features, causal=causal, dtype=dtype, param_dtype=param_dtype)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, layout=layout)
+        super().__init__(in_features, causal=causal, **kinds)
         self.head_dim, self.kv_rank, self.rotary_dim = D, R, P
         self.max_length, self.rotary_base = max_length, rotary_base
-        self.query_down = None if query_rank is None else self._linear(F, query_rank, rngs)
+        down, up = ("parameters", None), ("parameters", "heads", None)
+        self.query_down = None if query_rank is None else self._linear(F, query_rank, rngs, *down)
         self.query_norm = None if query_rank is None else self._norm(query_rank, rngs)
-        self.query_up = self._linear(query_rank or F, (H, D + P), rngs)
-        self.kv_down = self._linear(F, R, rngs)
+        self.query_up = self._linear(query_rank or F, (H, D + P), rngs, *up)
+        self.kv_down = self._linear(F, R, rngs, *down)
         self.kv_norm = self._norm(R, rngs)
-        self.key_rotary = self._linear(F, P, rngs)
-        self.key_up = self._linear(R, (H, D), rngs)
-        self.value_up = self._linear(R, (H, E), rngs)
-        self.out = self._linear((H, E), F, rngs)
+        self.key_rotary = self._linear(F, P, rngs, *down)
+        self.key_up = self._linear(R, (H, D), rngs, *up)
+        self.value_up = self._linear(R, (H, E), rngs, *up)
+        self.out = self._linear((H, E), F, rngs, "heads", None, "parameters")
 
     def _mix(
         self, x: jax.Array, memory: LatentCache | None, tokens: Tokens

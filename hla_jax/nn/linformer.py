@@ -30,7 +30,7 @@ class Linformer(MultiHead):
       causal: only False.
       rngs: see `MultiHead`.
       **options: num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base,
-        dtype and param_dtype, see `MultiHead`; output_norm is off by default.
+        dtype, param_dtype and layout, see `MultiHead`; output_norm is off by default.
 
     Raises:
       ValueError: an option does not fit, or (from calls) the row is longer than max_length, or

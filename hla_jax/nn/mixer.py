@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from hla_jax._check import array, check_flag, checked_or_none
+from hla_jax._layout import Layout, check_layout, divide_parameter
 from hla_jax._segments import segment_starts
 from hla_jax._types import Array, Mask, SegmentIds
 
@@ -52,6 +53,7 @@ class Mixer(nnx.Module):
       causal: whether a token sees those before it and itself alone.
       dtype: of the computation; None means the promotion of inputs and parameters.
       param_dtype: of the parameters.
+      layout: how parameters and tokens are divided over devices.
     """
 
     def __init__(
@@ -61,10 +63,13 @@ class Mixer(nnx.Module):
         causal: bool = True,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        layout: Layout | None = None,
     ):
         check_flag("causal", causal)
+        if layout is not None:
+            check_layout(layout, in_features)
         self.in_features, self.causal = in_features, causal
-        self.dtype, self.param_dtype = dtype, param_dtype
+        self.dtype, self.param_dtype, self.layout = dtype, param_dtype, layout
 
     def __call__(
         self,
@@ -131,9 +136,11 @@ class Mixer(nnx.Module):
         features_in: int | tuple[int, ...],
         features_out: int | tuple[int, ...],
         rngs: nnx.Rngs,
+        *names: str | None,
     ) -> nnx.LinearGeneral:
+        # The names are of the fields of a layout, one for each axis of the kernel.
         axes = 1 if isinstance(features_in, int) else len(features_in)
-        return nnx.LinearGeneral(
+        linear = nnx.LinearGeneral(
             features_in,
             features_out,
             axis=tuple(range(-axes, 0)),
@@ -142,6 +149,8 @@ class Mixer(nnx.Module):
             param_dtype=self.param_dtype,
             rngs=rngs,
         )
+        linear.kernel = divide_parameter(linear.kernel, self.layout, *names)
+        return linear
 
     def _norm(self, features: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
         return nnx.RMSNorm(features, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs)

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from hla_jax._check import check_sizes, checked_int
+from hla_jax._layout import Layout
 from hla_jax.nn.mixer import Mixer, Tokens
 from hla_jax.nn.rotary import rotary
 
@@ -39,6 +40,7 @@ class MultiHeadOptions(TypedDict, total=False):
     rotary_base: float
     dtype: DTypeLike | None
     param_dtype: DTypeLike
+    layout: Layout | None
 
 
 class MultiHead(Mixer):
@@ -65,6 +67,8 @@ class MultiHead(Mixer):
       causal: see `Mixer`; True by default.
       dtype: of the computation; None means the promotion of inputs and parameters.
       param_dtype: of the parameters.
+      layout: how parameters, batch, heads and tokens are divided over devices, a
+        `hla_jax.parallel.Layout`; None leaves that to the compiler.
       rngs: the source of the initial parameters.
 
     Source: for K < H, Fast Transformer Decoding (Shazeer 2019, arXiv 1911.02150), section 3, and
@@ -90,6 +94,7 @@ class MultiHead(Mixer):
         causal: bool = True,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        layout: Layout | None = None,
         rngs: nnx.Rngs,
         **unknown: Any,
     ):
@@ -101,13 +106,14 @@ class MultiHead(Mixer):
         check_sizes(num_kv_heads=K, value_head_dim=E)
         if H % K:
             raise ValueError(f"num_kv_heads must divide num_heads={H}, got {K}")
-        super().__init__(in_features, causal=causal, dtype=dtype, param_dtype=param_dtype)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, layout=layout)
+        super().__init__(in_features, causal=causal, **kinds)
         self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = H, K, D, E
         self.rotary, self.rotary_base = rotary, rotary_base
-        self.query = self._linear(in_features, (H, D), rngs)
-        self.key = self._linear(in_features, (K, D), rngs)
-        self.value = self._linear(in_features, (K, E), rngs)
-        self.out = self._linear((H, E), in_features, rngs)
+        self.query = self._to_heads((H, D), rngs)
+        self.key = self._to_heads((K, D), rngs)
+        self.value = self._to_heads((K, E), rngs)
+        self.out = self._linear((H, E), in_features, rngs, "heads", None, "parameters")
         self.query_norm = self._norm(D, rngs) if qk_norm else None
         self.key_norm = self._norm(D, rngs) if qk_norm else None
         self.output_norm = self._norm(E, rngs) if output_norm else None
@@ -129,6 +135,9 @@ class MultiHead(Mixer):
     ) -> tuple[jax.Array, Any]:
         # A subclass mixes the tokens here: heads [B, T, H, E], and what to remember of them.
         raise NotImplementedError
+
+    def _to_heads(self, heads_and_width: tuple[int, int], rngs: nnx.Rngs) -> nnx.LinearGeneral:
+        return self._linear(self.in_features, heads_and_width, rngs, "parameters", "heads", None)
 
     def _project(
         self, x: jax.Array, positions: Int[jax.Array, "B T"]

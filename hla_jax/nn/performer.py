@@ -28,7 +28,7 @@ class Performer(Recurrent):
       rngs: see `MultiHead`; the projection is drawn from its "params" stream.
       **options: decay, None by default, causal, implementation, chunk_size and precision, see
         `Recurrent`; num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary,
-        rotary_base, dtype and param_dtype, see `MultiHead`.
+        rotary_base, dtype, param_dtype and layout, see `MultiHead`.
 
     Raises:
       ValueError: an option does not fit.

@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from hla_jax import feature_maps, ops
+from hla_jax._layout import divide_parameter
 from hla_jax._types import FeatureMaps
 from hla_jax.nn.mixer import Tokens
 from hla_jax.nn.multihead import MultiHead, MultiHeadOptions
-from hla_jax.parallel import Layout, sharded
+from hla_jax.parallel import sharded
 
 Decay = Literal["learned"] | float | Sequence[float] | None
 
@@ -28,7 +29,6 @@ class RecurrentOptions(MultiHeadOptions, total=False):
     implementation: str | None
     chunk_size: int | None
     precision: jax.lax.PrecisionLike
-    layout: Layout | None
 
 
 class Recurrent(MultiHead):
@@ -58,11 +58,9 @@ class Recurrent(MultiHead):
       implementation: the operator's, for more than one token.
       chunk_size: the operator's.
       precision: the operator's.
-      layout: how batch, heads and tokens are divided over devices, for more than one token; see
-        `hla_jax.parallel`. None leaves that to the compiler, which does not divide the tokens.
       rngs: see `MultiHead`.
       **options: num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base,
-        dtype and param_dtype, see `MultiHead`.
+        dtype, param_dtype and layout, see `MultiHead`.
 
     Raises:
       ValueError: an option does not fit.
@@ -81,10 +79,16 @@ class Recurrent(MultiHead):
         implementation: str | None = None,
         chunk_size: int | None = None,
         precision: jax.lax.PrecisionLike = None,
-        layout: Layout | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[MultiHeadOptions],
     ):
+        if (layout := options.get("layout")) and layout.heads in layout.mesh.axis_names:
+            devices, K = layout.mesh.shape[layout.heads], options.get("num_kv_heads") or num_heads
+            if K % devices:
+                raise ValueError(
+                    f"num_kv_heads must be a multiple of the {devices} devices of mesh axis "
+                    f"{layout.heads!r}, got {K}"
+                )
         super().__init__(num_heads, in_features, causal=causal, rngs=rngs, **options)
         # A tuple of pairs rather than a dict: a layer's static part must be hashable.
         self.operator_options = (
@@ -94,7 +98,7 @@ class Recurrent(MultiHead):
             ("chunk_size", chunk_size),
             *(() if causal else [("causal", False)]),
         )
-        self.implementation, self.layout = implementation, layout
+        self.implementation = implementation
         if not causal and "causal" not in inspect.signature(type(self).operator).parameters:
             raise ValueError(f"causal must be True: {type(self).__name__} has no other form")
         if not causal and decay is not None:
@@ -105,8 +109,6 @@ class Recurrent(MultiHead):
         self.log_decay = None if isinstance(decay, str) else _logs(decay, self.num_kv_heads)
         # So that wrong options are refused here, not in a call.
         self._init_memory(1)
-        if layout is not None:
-            sharded(type(self).operator, **layout._asdict())
 
     def _mix_heads(
         self, x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, memory: Any, tokens: Tokens
@@ -116,7 +118,8 @@ class Recurrent(MultiHead):
             log_decay = -jax.nn.softplus(self.decay(x))
         operator = type(self).operator
         if self.layout is not None and x.shape[1] > 1:
-            operator = sharded(operator, **self.layout._asdict())
+            mesh, batch, heads, sequence, _ = self.layout
+            operator = sharded(operator, mesh, batch=batch, heads=heads, sequence=sequence)
         return operator(
             q,
             k,
@@ -149,7 +152,7 @@ def _decay_logits(layer: MultiHead, rngs: nnx.Rngs) -> nnx.Linear:
         rate = jnp.geomspace(1 / 2, 1 / 512, shape[0], dtype=dtype)
         return jnp.log(jnp.expm1(rate))
 
-    return nnx.Linear(
+    linear = nnx.Linear(
         layer.in_features,
         layer.num_kv_heads,
         bias_init=spread,
@@ -157,6 +160,8 @@ def _decay_logits(layer: MultiHead, rngs: nnx.Rngs) -> nnx.Linear:
         param_dtype=layer.param_dtype,
         rngs=rngs,
     )
+    linear.kernel = divide_parameter(linear.kernel, layer.layout, "parameters", "heads")
+    return linear
 
 
 class LinearAttention(Recurrent):
@@ -171,9 +176,9 @@ class LinearAttention(Recurrent):
         `hla_jax.linear_attention` takes; applied after rotary positions.
       normalize: whether to divide by the sum of the affinities.
       rngs: see `MultiHead`.
-      **options: decay, causal, implementation, chunk_size, precision and layout, see
-        `Recurrent`; num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary,
-        rotary_base, dtype and param_dtype, see `MultiHead`.
+      **options: decay, causal, implementation, chunk_size and precision, see `Recurrent`;
+        num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype,
+        param_dtype and layout, see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -213,9 +218,9 @@ class HLA2(Recurrent):
       feature_map: see `hla_jax.hla2`.
       normalize: see `hla_jax.hla2`; wants a positive feature map.
       rngs: see `MultiHead`.
-      **options: decay, implementation, chunk_size, precision and layout, see `Recurrent`;
-        num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and
-        param_dtype, see `MultiHead`.
+      **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
+        head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype, param_dtype and
+        layout, see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -256,9 +261,9 @@ class AHLA(Recurrent):
       feature_map: see `hla_jax.ahla`.
       normalize: see `hla_jax.ahla`; wants a positive feature map.
       rngs: see `MultiHead`.
-      **options: decay, implementation, chunk_size, precision and layout, see `Recurrent`;
-        num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and
-        param_dtype, see `MultiHead`.
+      **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
+        head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype, param_dtype and
+        layout, see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -298,9 +303,9 @@ class HLA3(Recurrent):
       feature_map: see `hla_jax.hla3`.
       normalize: see `hla_jax.hla3`; wants a positive feature map.
       rngs: see `MultiHead`.
-      **options: decay, implementation, chunk_size, precision and layout, see `Recurrent`;
-        num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype and
-        param_dtype, see `MultiHead`.
+      **options: decay, implementation, chunk_size and precision, see `Recurrent`; num_kv_heads,
+        head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base, dtype, param_dtype and
+        layout, see `MultiHead`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -52,7 +52,7 @@ class Cached(MultiHead):
       causal: see `Mixer`.
       rngs: see `MultiHead`.
       **options: num_kv_heads, head_dim, value_head_dim, qk_norm, output_norm, rotary, rotary_base,
-        dtype and param_dtype, see `MultiHead`; output_norm is off by default.
+        dtype, param_dtype and layout, see `MultiHead`; output_norm is off by default.
 
     Raises:
       ValueError: an option does not fit, or (from calls) a position is past max_length.
@@ -125,7 +125,7 @@ class SoftmaxAttention(Cached):
       in_features: see `MultiHead`.
       rngs: see `MultiHead`.
       **options: max_length and causal, see `Cached`; num_kv_heads, head_dim, value_head_dim,
-        qk_norm, output_norm, rotary, rotary_base, dtype and param_dtype, see `MultiHead`.
+        qk_norm, output_norm, rotary, rotary_base, dtype, param_dtype and layout, see `MultiHead`.
 
     Raises:
       ValueError: an option does not fit, or (from calls) a position is past max_length.

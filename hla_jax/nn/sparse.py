@@ -276,9 +276,9 @@ class Longformer(Sparse):
         self._pattern()  # so that a wrong option is refused here, not in a call
         super().__init__(num_heads, in_features, rngs=rngs, **options)
         H, K, D, E = self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
-        self.global_query = self._linear(in_features, (H, D), rngs)
-        self.global_key = self._linear(in_features, (K, D), rngs)
-        self.global_value = self._linear(in_features, (K, E), rngs)
+        self.global_query = self._to_heads((H, D), rngs)
+        self.global_key = self._to_heads((K, D), rngs)
+        self.global_value = self._to_heads((K, E), rngs)
 
     def _entries(self, x: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens) -> LongformerCache:
         keys = self._positioned(self.global_key(x), self.key_norm, tokens.positions)
