@@ -1,6 +1,7 @@
 """One sequence over eight devices: the values of one device, and what the devices exchange."""
 
 import importlib
+import itertools
 import json
 import math
 import re
@@ -60,19 +61,23 @@ def test_all_keys_are_seen_from_every_device():
 
 
 @pytest.mark.slow
-def test_devices_exchange_a_state_a_stage_whatever_the_length():
+def test_devices_exchange_a_state_a_stage_each_way_whatever_the_length():
     seen = {}
-    for name, devices, T, *exchanged in measured_apart(__file__, "bytes"):
-        assert seen.setdefault((name, devices), exchanged) == exchanged, T
-    for (name, n), (gathered, permuted, reduced) in seen.items():
-        # Of the formula's float32 made float64; a gather's result holds the device's own, too.
-        formula = 2 * exchange.states(name, SIZES, n)
-        assert (permuted == 0) if n <= 4 else (gathered == 0)
-        arrived = gathered * (n - 1) / n + permuted
-        # The last step of a scan needs no decay, and the compiler may send equal ones once.
-        decays = 2 * exchange.states(name, SIZES._replace(D=0), n)
+    for name, devices, passes, T, *exchanged in measured_apart(__file__, "bytes"):
+        assert seen.setdefault((name, devices, passes), exchanged) == exchanged, T
+    for (name, n, passes), (gathered, scattered, permuted, reduced) in seen.items():
+        few, trained = n <= exchange.FEW, passes == 2
+        assert (gathered > 0, scattered > 0, permuted > 0) == (few, few and trained, not few)
+        # A gather's result holds the device's own, too; a scatter's is of one device of all.
+        arrived = gathered * (n - 1) / n + scattered * (n - 1) + permuted
+        # The formula's float32 made float64. The last step of a scan needs no decay, and the
+        # compiler may send equal ones once.
+        formula = 2 * passes * exchange.states(name, SIZES, n)
+        decays = 2 * passes * exchange.states(name, SIZES._replace(D=0), n)
         assert formula - decays <= arrived <= formula
-        assert reduced == 8 * sum(N * a * b for N, a, b in exchange.STAGES[name](SIZES))
+        # The final state, which a training step does not use.
+        state = 8 * sum(N * a * b for N, a, b in exchange.STAGES[name](SIZES))
+        assert reduced == (0 if trained else state)
 
 
 def test_the_page_has_the_table_that_the_formulas_give():
@@ -197,7 +202,7 @@ def measure_model():
 
 
 def measure_bytes():
-    """What the compiled programs gather, permute and reduce, in bytes of the results."""
+    """What compiled forward passes and training steps exchange, in bytes of the results."""
     from operators import make_inputs, operator
 
     def total(text, collective):
@@ -208,20 +213,26 @@ def measure_bytes():
             for _, bits, shape in arrays
         )
 
-    for name in FOUR:
-        for devices in (2, 4, 6, 8):
-            mesh = jax.make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
-            for T in (48, 240):
-                inputs = make_inputs(
-                    name, T, batch=(1,), heads=SIZES[1:3], d=SIZES.D, e=SIZES.E, decay="token"
-                )
-                one = operator(name, chunk_size=8, normalize=name == "linear")
-                op = hla.parallel.sharded(one, mesh, sequence="s")
-                text = jax.jit(op).lower(**inputs).compile().as_text()
-                collectives = "all-gather", "collective-permute", "all-reduce"
-                yield name, devices, T, *(total(text, collective) for collective in collectives)
-                others = re.findall(r"all-to-all|reduce-scatter", text)
-                assert not others, others
+    for name, devices in itertools.product(FOUR, (2, 4, 5, 8)):
+        mesh = jax.make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
+        one = operator(name, chunk_size=8, normalize=name == "linear")
+        op = hla.parallel.sharded(one, mesh, sequence="s")
+
+        def forward(inputs, op=op):
+            return op(**inputs)
+
+        def train(inputs, op=op):
+            out, pullback = jax.vjp(lambda inputs: op(**inputs)[0], inputs)
+            return out, pullback(out)
+
+        for T, (passes, run) in itertools.product((40, 240), enumerate((forward, train), 1)):
+            inputs = make_inputs(
+                name, T, batch=(1,), heads=SIZES[1:3], d=SIZES.D, e=SIZES.E, decay="token"
+            )
+            text = jax.jit(run).lower(inputs).compile().as_text()
+            assert "all-to-all" not in text
+            collectives = "all-gather", "reduce-scatter", "collective-permute", "all-reduce"
+            yield name, devices, passes, T, *(total(text, each) for each in collectives)
 
 
 if __name__ == "__main__":

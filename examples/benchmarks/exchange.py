@@ -29,6 +29,7 @@ MACHINES = {
 }
 STATE, TOKEN = 4, 2  # bytes of a number: states are float32, tokens bfloat16
 CHUNK = 128  # tokens
+FEW = 4  # devices: up to so many the operators gather, beyond they scan
 
 
 class Layer(NamedTuple):
@@ -52,8 +53,12 @@ STAGES: dict[str, Callable[[Layer], list[tuple[int, int, int]]]] = {
 
 
 def states(name: str, m: Layer, n: int) -> float:
-    """Bytes of states and the logs of their decays that reach a device, gathered or by a scan."""
-    arrivals = n - 1 if n <= 4 else 1 + math.ceil(math.log2(n))
+    """Bytes of states and the logs of their decays that reach a device, gathered or by a scan.
+
+    In a forward pass. In the backward pass as many gradients of them go the other way: a gather
+    becomes a reduce-scatter, and each permute turns round. Nothing is exchanged a second time.
+    """
+    arrivals = n - 1 if n <= FEW else 1 + math.ceil(math.log2(n))
     return STATE * sum(N * (a * b + 1) for N, a, b in STAGES[name](m)) * arrivals
 
 
