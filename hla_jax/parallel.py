@@ -67,8 +67,13 @@ def sharded(
     def run(q, k, v, *, log_decay=None, mask=None, segment_ids=None, initial_state=None, **options):
         q, k, v = (jnp.asarray(x) for x in (q, k, v))
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.ndim != q.ndim or x.ndim < (3 if batch is None else 4):
+            if x.ndim != q.ndim or x.ndim < 3:
                 raise ValueError(f"{name} must be [*B, T, heads, width], got shape {x.shape}")
+            if batch is not None and x.ndim == 3:
+                raise ValueError(
+                    f"{name} must be [B, T, heads, width] where batch={batch!r}, "
+                    f"got shape {x.shape}"
+                )
             for axis, length, what in ((batch, x.shape[0], "batch"), (heads, x.shape[-2], "heads")):
                 if axis is not None and length % mesh.shape[axis]:
                     raise ValueError(

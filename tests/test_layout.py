@@ -152,6 +152,12 @@ def test_heads_and_rows_decode_on_devices_of_their_own():
         assert decoded["state"] == 8 * decoded["state of a device"], mixer
 
 
+@pytest.mark.slow
+def test_every_mixer_computes_on_many_devices_what_it_does_on_one():
+    for mixer, error in measured_apart(__file__, "mixers"):
+        assert error < 1e-12, mixer
+
+
 def train(dtype):
     """The losses of four steps, on one device and on each mesh."""
     # Adam would blow up what bfloat16 rounds off where a gradient is nearly zero.
@@ -233,8 +239,33 @@ def decode():
         )
 
 
+def every_mixer():
+    """The largest difference of logits, for each mixer."""
+    more = {
+        "sliding_window": dict(window=5),
+        "sparse": dict(pattern=hla.attention.patterns.strided(4)),
+        "longformer": dict(window=4),
+        "reformer": dict(num_buckets=4, chunk_size=4),
+    }
+    tokens = np.random.default_rng(0).integers(0, V, (4, 16))
+    for mixer in hla.models.blocks.MIXERS:
+        one, many = (
+            nnx.jit(
+                lambda placed, mixer=mixer: make_model(
+                    placed, mixer, layers=1, **more.get(mixer, {})
+                ),
+                static_argnums=0,
+            )(placed)
+            for placed in (None, make_layout())
+        )
+        run = nnx.jit(lambda model: model(tokens)[0])
+        yield mixer, float(jnp.abs(run(many) - run(one)).max())
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
+        case ["mixers"]:
+            results = list(every_mixer())
         case ["train", dtype]:
             results = list(train(dtype))
         case ["placement"]:

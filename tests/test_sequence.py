@@ -106,6 +106,7 @@ def test_a_wrong_argument_is_named():
         ),
         ("log_decay must broadcast", {"sequence": "x"}, {"log_decay": jnp.zeros(3)}),
         ("log_decay must be at most 0", {"sequence": "x"}, {"log_decay": jnp.float32(0.9)}),
+        (r"q must be \[B, T, heads, width\] where batch='x'", {"batch": "x"}, {"q": tokens[0][0]}),
         ("v must have q's 7 tokens, got 4", {"sequence": "x"}, {"v": tokens[1][:, :4]}),
     ]:
         arguments = dict(zip("qkv", tokens, strict=True)) | call

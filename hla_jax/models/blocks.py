@@ -62,9 +62,9 @@ class Block(nnx.Module):
         self.mlp_norm = nnx.RMSNorm(features, **kinds)
         self.up = nnx.Linear(features, mlp_features, use_bias=False, **kinds)
         self.down = nnx.Linear(mlp_features, features, use_bias=False, **kinds)
-        layout = mixer.layout
-        self.up.kernel = divide_parameter(self.up.kernel, layout, "parameters", "heads")
-        self.down.kernel = divide_parameter(self.down.kernel, layout, "heads", "parameters")
+        self.layout = getattr(mixer, "layout", None)  # a mixer of one's own may have none
+        self.up.kernel = divide_parameter(self.up.kernel, self.layout, "parameters", "heads")
+        self.down.kernel = divide_parameter(self.down.kernel, self.layout, "heads", "parameters")
 
     def __call__(
         self,
@@ -77,7 +77,7 @@ class Block(nnx.Module):
         y, state = self.mixer(self.mixer_norm(x), state, mask, segment_ids)
         x = x + y
         x = x + self.down(jnp.square(jax.nn.relu(self.up(self.mlp_norm(x)))))
-        return divide(x, self.mixer.layout, "batch", "sequence", None), state
+        return divide(x, self.layout, "batch", "sequence", None), state
 
 
 def make_mixers(

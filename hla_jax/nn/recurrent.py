@@ -117,8 +117,9 @@ class Recurrent(MultiHead):
         if self.decay is not None:
             log_decay = -jax.nn.softplus(self.decay(x))
         operator = type(self).operator
-        if self.layout is not None and x.shape[1] > 1:
+        if self.layout is not None and x.shape[1] > 0:
             mesh, batch, heads, sequence, _ = self.layout
+            sequence = None if x.shape[1] == 1 else sequence
             operator = sharded(operator, mesh, batch=batch, heads=heads, sequence=sequence)
         return operator(
             q,
@@ -156,7 +157,7 @@ def _decay_logits(layer: MultiHead, rngs: nnx.Rngs) -> nnx.Linear:
         layer.in_features,
         layer.num_kv_heads,
         bias_init=spread,
-        dtype=jnp.promote_types(layer.dtype or jnp.float32, jnp.float32),
+        dtype=jnp.promote_types(layer.dtype or layer.param_dtype, jnp.float32),
         param_dtype=layer.param_dtype,
         rngs=rngs,
     )

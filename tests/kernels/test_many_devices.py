@@ -10,9 +10,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from kernels.targets import TPU_ENVIRONMENT
 from operators import FOUR, operator
 
@@ -24,14 +26,18 @@ exchange = importlib.import_module("exchange")
 SIZES = exchange.Layer(T=0, H=4, K=4, D=64, E=64)
 
 
+def tpus(topology):
+    jax.config.update("jax_platforms", "cpu")  # jax would look for the real machine
+    os.environ.update(TPU_ENVIRONMENT)
+    return np.array(topologies.get_topology_desc(topology, "tpu").devices)
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2"])
 @pytest.mark.parametrize("name", FOUR)
 def test_eight_tpus_exchange_states_and_run_kernels(name, topology) -> None:
-    jax.config.update("jax_platforms", "cpu")  # jax would look for the real machine
-    os.environ.update(TPU_ENVIRONMENT)
-    devices = topologies.get_topology_desc(topology, "tpu").devices
-    mesh = Mesh(np.array(devices), ("tokens",))
+    devices = tpus(topology)
+    mesh = Mesh(devices, ("tokens",))
     one = operator(name, normalize=name == "linear")
     op = hla.parallel.sharded(one, mesh, sequence="tokens")
     decay = -jnp.geomspace(0.01, 0.5, SIZES.K)
@@ -60,3 +66,47 @@ def test_eight_tpus_exchange_states_and_run_kernels(name, topology) -> None:
         for sizes in (SIZES, SIZES._replace(D=0))
     )
     assert formula - decays <= numbers <= formula
+
+
+@pytest.mark.kernels
+def test_eight_tpus_train_a_model_with_kernels_and_gather_no_tokens() -> None:
+    devices = tpus("v5e:2x4").reshape(2, 2, 2)
+    mesh = Mesh(devices, ("data", "model", "seq"), axis_types=(AxisType.Auto,) * 3)
+    axes = dict(batch="data", heads="model", sequence="seq", parameters=("data", "seq"))
+    sizes = dict(num_layers=2, num_heads=4, features=256, mixer="hla2", scan=True, remat=True)
+
+    def make():
+        layout = hla.parallel.Layout(mesh, **axes)
+        kinds = dict(dtype=jnp.bfloat16, layout=layout, rngs=nnx.Rngs(0))
+        model = hla.models.TransformerLM(512, **sizes, **kinds)
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    places = nnx.get_named_sharding(state, mesh)
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
+    )
+    T = 6144
+    place = NamedSharding(mesh, PartitionSpec("data", "seq"))
+    tokens = jax.ShapeDtypeStruct((4, T), jnp.int32, sharding=place)
+
+    def step(state, tokens, targets):
+        model, optimiser = nnx.merge(graph, state)
+
+        def loss(model):
+            logits = model(tokens)[0].astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+        value, gradient = nnx.value_and_grad(loss)(model)
+        optimiser.update(model, gradient)
+        return value, nnx.state((model, optimiser))
+
+    text = jax.jit(step, donate_argnums=0).lower(state, tokens, tokens).compile().as_text()
+    assert text.count("tpu_custom_call") >= 2 * 2  # of two stages, both ways
+    moved = re.findall(r"= \(?(\w+)\[([\d,]*)\][^=]*? (?:all-gather|collective-permute)", text)
+    shapes = [(kind, [int(n) for n in shape.split(",")]) for kind, shape in moved if "," in shape]
+    weights = [shape for kind, shape in shapes if kind == "bf16"]
+    states = [shape for kind, shape in shapes if kind == "f32" and shape[-2:] == [64, 64]]
+    assert len(weights) > 10
+    assert states
+    assert not any({T, T // 2} & set(shape) for _, shape in shapes)
