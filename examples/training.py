@@ -4,6 +4,9 @@ A run writes into one folder: `log.csv` (step, loss, seconds, a row a step), `ev
 `settings.json`, and `checkpoints/`. Killed at any moment and started again, it goes on from its
 last checkpoint as if nothing had happened: a step's batch and random numbers depend on the seed and
 on the number of the step alone.
+
+So does a run of several processes, on another mesh and as another number of processes too. They
+share the folder, and the first one writes the tables.
 """
 
 import csv
@@ -24,6 +27,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.experimental.multihost_utils import sync_global_devices
 from tqdm import tqdm
 
 Rows = list[dict[str, float]]
@@ -60,9 +64,11 @@ def fit(
 
     Args:
       model: its `nnx.Param` are trained; all else that it holds is kept, and saved with them. One
-        made with dtype=jnp.bfloat16 trains in mixed precision: its parameters are float32.
+        made with dtype=jnp.bfloat16 trains in mixed precision: its parameters are float32. They may
+        lie on a mesh, and stay as they lie.
       loss: of (model, batch, key), a scalar; the key is for random parts of the loss.
-      batches: makes the batch of a step, counted from 0, the same one whenever it is asked.
+      batches: makes the batch of a step, counted from 0, the same one whenever it is asked. Of
+        several processes, each makes it: global arrays, or all of it in NumPy.
       optimiser: one of those below, or any.
       steps: how many there are, those before a kill included.
       out: the folder of the run.
@@ -78,8 +84,10 @@ def fit(
     same_settings(out, settings | {"steps": steps, "seed": seed})
     graph, *states = nnx.split(model, nnx.Param, ...)
     params, fixed = map(nnx.to_pure_dict, states)
+    state = initial_state(optimiser, params)
+    places = shardings(params), shardings(state), None
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=places)
     def update(params: Any, state: Any, fixed: Any, batch: Any, step: int) -> Any:
         def value(params: Any) -> jax.Array:
             key = jax.random.fold_in(jax.random.key(seed), step)
@@ -89,15 +97,21 @@ def fit(
         change, state = optimiser.update(gradient, state, params)
         return optax.apply_updates(params, change), state, result
 
-    folder, options = out.resolve() / "checkpoints", ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager(folder, options=options) as checkpoints:
-        first, (params, fixed, state) = restore(checkpoints, params, fixed, optimiser)
+    # Orbax writes a checkpoint into a temporary folder, and one rename completes it (a last file
+    # does, where renames are not atomic): a half-written one is never found. Nor does training go
+    # on while it is written, for then a kill could cost more than an interval.
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2, cleanup_tmp_directories=True, enable_async_checkpointing=False
+    )
+    with ocp.CheckpointManager(out.resolve() / "checkpoints", options=options) as checkpoints:
+        first, (params, fixed, state) = restore(checkpoints, params, fixed, state)
         log, evaluations = Table(out / "log.csv", first), Table(out / "evaluations.csv", first)
         if len(log.rows) != first:
             raise SystemExit(f"{log.path} lacks steps of the checkpoint: remove {out}")
-        if first == steps:
+        if first == steps and is_first():
             print(f"this run is finished: remove {out} to train again")
-        bar = tqdm(total=steps, initial=first, unit="step", disable=first == steps)
+        quiet = first == steps or not is_first()
+        bar = tqdm(total=steps, initial=first, unit="step", disable=quiet)
         batch = batches(first) if first < steps else None
         for done in range(first + 1, steps + 1):
             start = time.perf_counter()
@@ -122,35 +136,71 @@ def fit(
 def same_settings(out: Path, settings: dict[str, Any]) -> None:
     """Refuses to continue a run that was started with other settings."""
     settings = json.loads(json.dumps(settings, default=str))
-    out.mkdir(parents=True, exist_ok=True)
     file = out / "settings.json"
-    if not file.exists():
-        file.write_text(json.dumps(settings, indent=2))
-    elif (old := json.loads(file.read_text())) != settings:
+    old = json.loads(file.read_text()) if file.exists() else settings
+    if old != settings:
         names = sorted(old | settings)
         changed = ", ".join(name for name in names if old.get(name) != settings.get(name))
         raise SystemExit(
             f"{out} holds a run with other settings ({changed}): remove it, or give another folder"
         )
+    sync_global_devices("all have read the settings")
+    if is_first():
+        out.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(settings, indent=2))
+        new.replace(file)  # at once: a kill leaves no half of it
+
+
+def is_first() -> bool:
+    """Whether this process writes and prints for all."""
+    return jax.process_index() == 0
+
+
+def shardings(tree: Any) -> Any:
+    """How arrays lie; None, which leaves it to the compiler, for those that nobody has placed."""
+    return jax.tree.map(lambda x: x.sharding if x.committed else None, tree)
+
+
+def initial_state(optimiser: optax.GradientTransformation, params: Any) -> Any:
+    """The optimiser's state: what belongs to a parameter lies as it does, all else everywhere."""
+
+    def is_masked(x: Any) -> bool:  # there is none: Muon's, for parameters that are Adam's
+        return isinstance(x, optax.MaskedNode)
+
+    places = optax.tree_utils.tree_map_params(
+        optimiser,
+        lambda x, sharding: x if is_masked(x) else sharding,
+        jax.eval_shape(optimiser.init, params),
+        shardings(params),
+        transform_non_params=lambda _: None,
+        is_leaf=is_masked,
+    )
+    return jax.jit(optimiser.init, out_shardings=places)(params)
 
 
 def restore(
-    checkpoints: ocp.CheckpointManager,
-    params: Any,
-    fixed: Any,
-    optimiser: optax.GradientTransformation,
+    checkpoints: ocp.CheckpointManager, params: Any, fixed: Any, state: Any
 ) -> tuple[int, tuple[Any, Any, Any]]:
-    """Returns step, parameters, fixed and optimiser's state, as they are saved or at the start."""
-    tree = {"params": params, "fixed": fixed, "optimiser": optimiser.init(params)}
+    """Returns step, parameters, fixed and optimiser's state: as saved, if they are.
+
+    They are placed as those given, wherever they were when they were saved.
+    """
     step = checkpoints.latest_step()
-    if step is not None:
-        tree = checkpoints.restore(step, args=ocp.args.StandardRestore(tree))
+    if step is None:
+        return 0, (params, fixed, state)
+    tree = {"params": params, "fixed": fixed, "optimiser": state}
+    tree = checkpoints.restore(step, args=ocp.args.StandardRestore(tree))
+    if is_first():
         print(f"resumed from step {step} in {checkpoints.directory}")
-    return step or 0, (tree["params"], tree["fixed"], tree["optimiser"])
+    return step, (tree["params"], tree["fixed"], tree["optimiser"])
 
 
 class Table:
-    """A CSV file that grows row by row: what is in it survives a kill."""
+    """A CSV file that grows row by row: what is in it survives a kill.
+
+    Every process has its rows, the first one writes them.
+    """
 
     def __init__(self, path: Path, last: int):
         """Opens it, and cuts off the steps after the last, for those will be done again."""
@@ -161,12 +211,15 @@ class Table:
             for row in csv.DictReader(whole)
         ]
         self.path, self.rows = path, [row for row in rows if row["step"] <= last]
-        if lines:
+        sync_global_devices(f"all have read {path.name}")
+        if lines and is_first():
             kept = len(self.rows) + 1 if self.rows else 0  # and the header
             os.truncate(path, sum(map(len, whole[:kept])))
 
     def add(self, row: dict[str, float]) -> None:
         self.rows.append(row)
+        if not is_first():
+            return
         with self.path.open("a") as file:
             if len(self.rows) == 1:
                 print(*row, sep=",", file=file)

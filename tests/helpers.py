@@ -2,12 +2,16 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from beartype import BeartypeConf, beartype
 
 # The run-time type checker: an int will do where a float is asked for, as PEP 484 has it.
@@ -62,3 +66,36 @@ def measured_apart(file, *arguments):
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout)
+
+
+@contextmanager
+def processes(
+    count: int, command: Callable[[str, int], list[str]]
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts processes that talk over this machine's loopback, and kills what is left of them.
+
+    The command is made from the address at which they find each other, and a process's number.
+    """
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        pytest.skip("processes find each other by the machine's name, which it does not resolve")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, *command(address, i)],
+            env=environment_apart(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()

@@ -1,12 +1,10 @@
 """A sequence over the devices of several processes, which talk over this machine's loopback."""
 
 import json
-import socket
-import subprocess
 import sys
 
 import pytest
-from helpers import environment_apart
+from helpers import processes
 
 DEVICES = 2  # of each process
 
@@ -14,36 +12,16 @@ DEVICES = 2  # of each process
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_compute_what_one_device_does(count):
-    try:
-        socket.getaddrinfo(socket.gethostname(), None)
-    except OSError:
-        pytest.skip("processes find each other by the machine's name, which it does not resolve")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(port), str(count), str(i)],
-            env=environment_apart(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(count)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (out, err) in zip(processes, outputs, strict=True):
+    with processes(count, lambda address, i: [__file__, address, str(count), str(i)]) as started:
+        outputs = [process.communicate(timeout=300) for process in started]
+    for process, (out, err) in zip(started, outputs, strict=True):
         assert process.returncode == 0, err[-4000:]
         told = json.loads(out.splitlines()[-1])
         assert told["devices"] == count * DEVICES
         assert max(told["errors"].values()) < 1e-13, told
 
 
-def measure(port, count, index):
+def measure(address, count, index):
     """Compares this process's parts of outputs and gradients with those of one device."""
     import jax
     import numpy as np
@@ -53,7 +31,7 @@ def measure(port, count, index):
     import hla_jax as hla
 
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
+    jax.distributed.initialize(address, count, index)
     mesh = jax.make_mesh((count * DEVICES,), ("tokens",))
     errors = {}
     for name in FOUR:
@@ -86,4 +64,5 @@ def measure(port, count, index):
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(*map(int, sys.argv[1:]))))
+    address, *numbers = sys.argv[1:]
+    print(json.dumps(measure(address, *map(int, numbers))))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import measured_apart
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))
@@ -179,3 +180,79 @@ def test_running_mean_ends_at_the_last_step() -> None:
     steps, mean = training.running_mean(np.arange(100.0))
     assert len(steps) == len(mean) == 97
     assert (steps[0], steps[-1], mean[-1]) == (4, 100, np.mean([96, 97, 98, 99]))
+
+
+MESHES = [(8, 1, 1), (2, 2, 2), (1, 2, 4)]  # data, model, seq
+
+
+@pytest.fixture(scope="module")
+def on_meshes() -> dict[str, dict]:
+    return measured_apart(__file__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_on_a_mesh_every_loss_is_that_of_one_device(on_meshes, mesh) -> None:
+    one = on_meshes["(1, 1, 1)"]["losses"]
+    np.testing.assert_allclose(on_meshes[str(mesh)]["losses"], one, rtol=0, atol=1e-10)
+    assert one[-1] < 0.95 * one[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_stay_where_they_lie_and_their_moments_lie_beside_them(on_meshes, mesh) -> None:
+    before, after = on_meshes[str(mesh)]["before"], on_meshes[str(mesh)]["after"]
+    assert after == before
+    params, (count, *moments, scheduled) = before
+    assert moments == 2 * params
+    assert any("'data'" in place or "'seq'" in place for place in params)
+    assert count == scheduled == f"{list(mesh)} ()"  # on every device
+
+
+def train_on(shape: tuple[int, int, int]) -> dict:
+    """Losses, and how all lies, before training and in the checkpoint after it."""
+    import tempfile
+
+    import optax
+    import orbax.checkpoint as ocp
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from hla_jax.models import TransformerLM
+    from hla_jax.parallel import Layout
+
+    devices = jax.devices()[: np.prod(shape)]
+    mesh = jax.make_mesh(shape, ("data", "model", "seq"), (AxisType.Auto,) * 3, devices=devices)
+    divided = dict(batch="data", heads="model", sequence="seq", parameters=("data", "seq"))
+    options = dict(layout=Layout(mesh, **divided), num_layers=2, num_heads=2, features=16)
+    options |= dict(scan=True, remat=True, dtype=jnp.float64, param_dtype=jnp.float64)
+    model = nnx.jit(lambda: TransformerLM(16, mixer="hla2", rngs=nnx.Rngs(0), **options))()
+
+    def batches(step: int) -> jax.Array:
+        rows = (np.random.default_rng(step).integers(16, size=(8, 1)) + np.arange(33)) % 16
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        return jax.make_array_from_callback(rows.shape, sharding, lambda part: rows[part])
+
+    def loss(model, rows, key):
+        logits, _ = model(rows[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
+
+    def places(tree, sharding) -> list[str]:
+        found = map(sharding, jax.tree.leaves(tree))
+        return [f"{list(s.mesh.shape.values())} {tuple(s.spec)}" for s in found]
+
+    optimiser = training.adam(0.1, 6)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    before = params, training.initial_state(optimiser, params)
+    before = [places(tree, lambda x: x.sharding) for tree in before]
+    with tempfile.TemporaryDirectory() as folder:
+        run = dict(optimiser=optimiser, steps=6, out=Path(folder), settings={})
+        training.fit(model, loss, batches, **run)
+        losses = [float(loss) for (loss,) in columns(Path(folder) / "log.csv", "loss")]
+        kept = ocp.StandardCheckpointer().metadata(Path(folder) / "checkpoints/6/default")
+    after = (kept.item_metadata.tree[name] for name in ("params", "optimiser"))
+    after = [places(tree, lambda x: x.sharding.to_jax_sharding()) for tree in after]
+    return {"losses": losses, "before": before, "after": after}
+
+
+if __name__ == "__main__":
+    print(json.dumps({str(shape): train_on(shape) for shape in [(1, 1, 1), *MESHES]}))
