@@ -118,13 +118,13 @@ def run_blocks(
     blocks = tuple(blocks)
     states = (None,) * len(blocks) if state is None else state
     after = []
+
+    def run(block: Block, x: jax.Array, before: Any) -> Any:
+        return block(x, before, mask, segment_ids)
+
+    run = nnx.remat(run) if remat else run
     for block, before in zip(blocks, states, strict=True):
-        graph, variables = nnx.split(block)
-
-        def run(variables: Any, x: jax.Array, before: Any, graph: Any = graph) -> Any:
-            return nnx.merge(graph, variables)(x, before, mask, segment_ids)
-
-        x, left = (jax.checkpoint(run) if remat else run)(variables, x, before)
+        x, left = run(block, x, before)
         after.append(left)
     return x, tuple(after)
 
@@ -169,7 +169,10 @@ def scan_blocks(
     repeats: int,
     remat: bool = False,
 ) -> tuple[Float[jax.Array, "B T F"], State]:
-    """Does what `run_blocks` does for blocks that `stack_blocks` has stacked."""
+    """Does what `run_blocks` does for blocks that `stack_blocks` has stacked.
+
+    But a variable that a mixer of one's own changes in its call is not changed.
+    """
     graphs, variables = zip(*map(nnx.split, stacks), strict=True)
     period = len(graphs)
 

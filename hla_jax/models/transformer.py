@@ -43,7 +43,7 @@ class TransformerLM(nnx.Module):
       tied: whether the logits' matrix is the embedding's.
       scan: whether the blocks are one loop, in which a block is compiled once (or the blocks that
         repeat, once each) and `blocks` holds the parameters of all that are of a kind, stacked.
-        The values are those without it.
+        The values are those without it, but a mixer of one's own cannot change its variables.
       remat: whether a backward pass computes the inside of each block anew, instead of keeping it.
       layout: how parameters and tokens are divided over devices, a `hla_jax.parallel.Layout`.
       dtype: of the computation; None means the parameters'. Parameters in float32 and a dtype of
