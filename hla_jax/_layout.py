@@ -85,11 +85,12 @@ def is_auto(layout: Layout) -> bool:
 def divide(x: jax.Array, layout: Layout | None, *names: str | None) -> jax.Array:
     """Returns x, divided along each axis by the mesh axes that the layout has under its name.
 
-    Where they do not divide its length, the compiler chooses.
+    An axis whose length they do not divide lies whole: where the compiler was left to choose, XLA's
+    gradient of an embedding came out wrong.
     """
     if layout is None or not is_auto(layout):
         return x
-    spec = PartitionSpec(*_spec(layout, x.shape, names, uneven=PartitionSpec.UNCONSTRAINED))
+    spec = PartitionSpec(*_spec(layout, x.shape, names))
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
 
 
@@ -103,13 +104,11 @@ def divide_parameter(
     return nnx.Param(parameter[...], out_sharding=spec, mesh=layout.mesh)
 
 
-def _spec(
-    layout: Layout, shape: tuple[int, ...], names: tuple[str | None, ...], *, uneven: Any = None
-) -> tuple[Any, ...]:
+def _spec(layout: Layout, shape: tuple[int, ...], names: tuple[str | None, ...]) -> tuple[Any, ...]:
     def over(length: int, name: str | None) -> Any:
         axes = _axes(name and getattr(layout, name))
         even = length % math.prod(layout.mesh.shape[axis] for axis in axes) == 0
-        return (axes or None) if even else uneven
+        return (axes or None) if even else None
 
     return tuple(map(over, shape, names))
 

@@ -1,6 +1,7 @@
 """Pre-norm Transformer blocks around the token-mixing layers: what models are made of."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -113,18 +114,18 @@ def run_blocks(
     """Passes x through the blocks; returns it, and the state of each.
 
     With remat a backward pass computes each block anew, from its x and state, and keeps nothing
-    else.
+    else; a variable that a mixer of one's own changes in its call is then not changed.
     """
     blocks = tuple(blocks)
     states = (None,) * len(blocks) if state is None else state
     after = []
-
-    def run(block: Block, x: jax.Array, before: Any) -> Any:
-        return block(x, before, mask, segment_ids)
-
-    run = nnx.remat(run) if remat else run
     for block, before in zip(blocks, states, strict=True):
-        x, left = run(block, x, before)
+        run: Callable[..., Any] = block
+        if remat:
+            graph, variables = nnx.split(block)
+            run = jax.checkpoint(lambda v, *x, g=graph: nnx.merge(g, v)(*x))
+            run = partial(run, variables)
+        x, left = run(x, before, mask, segment_ids)
         after.append(left)
     return x, tuple(after)
 

@@ -44,7 +44,8 @@ class TransformerLM(nnx.Module):
       scan: whether the blocks are one loop, in which a block is compiled once (or the blocks that
         repeat, once each) and `blocks` holds the parameters of all that are of a kind, stacked.
         The values are those without it, but a mixer of one's own cannot change its variables.
-      remat: whether a backward pass computes the inside of each block anew, instead of keeping it.
+      remat: whether a backward pass computes the inside of each block anew, instead of keeping it;
+        a mixer of one's own cannot change its variables here either.
       layout: how parameters and tokens are divided over devices, a `hla_jax.parallel.Layout`.
       dtype: of the computation; None means the parameters'. Parameters in float32 and a dtype of
         bfloat16 are mixed precision.
