@@ -41,7 +41,7 @@ def sharded(
       heads: the mesh axis that divides the heads; it must divide the kv heads. None leaves them
         whole.
       sequence: the mesh axis that divides the tokens; None leaves them whole. It need not divide
-        their number, but then outputs on explicit axes are gathered. States are the same on all its
+        their number, but then inputs and outputs are gathered. States are the same on all its
         devices.
 
     Returns:
@@ -86,12 +86,17 @@ def sharded(
         segment_ids = checked_or_none("segment_ids", segment_ids, k.shape[:-2], jnp.integer)
         if log_decay is not None:
             log_decay = broadcast_decay(log_decay, mask, k.shape[:-1])
-        T = q.shape[-3]
+        T, rows = q.shape[-3], (batch, *(None,) * (q.ndim - 4)) if q.ndim > 3 else ()
+        # Explicit axes know no unequal parts; on others XLA fails on them: a gradient that goes on
+        # into an embedding came out wrong, or the partitioner stopped the program.
+        whole = NamedSharding(mesh, PartitionSpec(*rows, None, heads))
+        explicit = AxisType.Explicit in mesh.axis_types
+        if sequence is not None and T % mesh.shape[sequence] and not explicit:
+            q, k, v = jax.lax.with_sharding_constraint((q, k, v), whole)
         if sequence is not None:
             q, k, v, log_decay, mask, segment_ids = _padded(
                 mesh.shape[sequence], q, k, v, log_decay, mask, segment_ids
             )
-        rows = (batch, *(None,) * (q.ndim - 4)) if q.ndim > 3 else ()
         of_tokens = PartitionSpec(*rows, sequence, heads)
         of_places, of_states = PartitionSpec(*rows, sequence), PartitionSpec(*rows, heads)
         arrays = dict(
@@ -107,7 +112,7 @@ def sharded(
             return op(q, k, v, **arrays, **options)
 
         inputs = q, k, v, arrays
-        if AxisType.Explicit in mesh.axis_types:  # shard_map then takes only what lies as it says
+        if explicit:  # shard_map then takes only what lies as it says
 
             def place(spec, x):
                 sharding = NamedSharding(mesh, spec)
@@ -119,9 +124,8 @@ def sharded(
         out, state = mapped(*inputs)
         if out.shape[-3] == T:
             return out, state
-        if AxisType.Explicit in mesh.axis_types:  # where no array lies in unequal parts
-            whole = NamedSharding(mesh, PartitionSpec(*rows, None, heads))
-            out = jax.sharding.reshard(out, whole)
+        place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+        out = place(out, whole)
         return out[..., :T, :, :], state
 
     return run
