@@ -287,14 +287,14 @@ def uneven():
 
     # And of an embedding that an operator alone reads.
     mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
-    op = hla.parallel.sharded(hla.hla2, mesh, batch="data", sequence="seq")
+    divided = hla.parallel.sharded(hla.hla2, mesh, batch="data", sequence="seq")
 
     def embedded(op, table):
         x = jnp.take(table, tokens, axis=0)[:, :, None]
         return (op(x, x, x)[0] ** 2).mean()
 
     table = jax.random.normal(jax.random.key(0), (V, 8))
-    for results, op in ((one, hla.hla2), (many, op)):
+    for results, op in ((one, hla.hla2), (many, divided)):
         results.append(jax.jit(jax.grad(lambda table, op=op: embedded(op, table)))(table))
     pairs = zip(many, one, strict=True)
     return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
