@@ -251,18 +251,28 @@ def radam(
 def muon(peak: float, steps: int) -> optax.GradientTransformation:
     """Muon for matrices, Adam with a fifth of the rate for all else; the cosine schedule.
 
-    It clips nothing, for the size of Muon's steps does not depend on that of the gradients.
+    It clips nothing, for the size of Muon's steps does not depend on that of the gradients. Blocks
+    that `scan=True` has stacked are updated as if they were not.
     """
 
     def matrices(params: Any) -> Any:
+        # The axes of stacked blocks: what the MLP's matrix has beyond two. (Not what a norm's scale
+        # has beyond one: Optax asks again where only matrices are left.)
+        stacked = [
+            (path[:-2], p.ndim - 2)
+            for path, p in jax.tree.leaves_with_path(params)
+            if jax.tree_util.keystr(path).endswith("['up']['kernel']")
+        ]
+
         def choose(path: Any, p: jax.Array) -> Any:
             name = jax.tree_util.keystr(path)
             if "kernel" not in name or "decay" in name:
                 return None
+            first = sum(axes for block, axes in stacked if path[: len(block)] == block)
             # Heads and their width are one axis of the matrix: the outputs', or `out`'s inputs.
-            inputs = p.ndim - 1 if "'out'" in name else 1
+            outputs = p.ndim - 1 if "'out'" in name else first + 1
             return optax.contrib.MuonDimensionNumbers(
-                tuple(range(inputs)), tuple(range(inputs, p.ndim))
+                tuple(range(first, outputs)), tuple(range(outputs, p.ndim))
             )
 
         return jax.tree.map_with_path(choose, params)

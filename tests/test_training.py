@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import measured_apart
+
+from hla_jax.models import TransformerLM
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))
@@ -153,6 +156,37 @@ def test_optimisers_minimise(make) -> None:
     for _ in range(150):
         params, state = step(params, state)
     assert loss(params) < 0.05 * first
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_muon_updates_stacked_blocks_as_it_does_single_ones() -> None:
+    def shapes(scan: bool) -> dict:
+        def make() -> TransformerLM:
+            sizes = dict(num_layers=2, num_heads=2, features=8, tied=False)
+            return TransformerLM(5, scan=scan, rngs=nnx.Rngs(0), **sizes)
+
+        return nnx.to_pure_dict(nnx.state(nnx.eval_shape(make), nnx.Param))
+
+    def stacked(tree: dict) -> dict:
+        blocks = jax.tree.map(lambda *x: np.stack(x), *tree["blocks"].values())
+        return tree | {"blocks": {0: blocks}}
+
+    optimiser = training.muon(0.1, 10)
+    update = jax.jit(optimiser.update)
+
+    def change(params: dict, gradient: dict) -> dict:  # the second one, for at first the rate is 0
+        _, state = update(gradient, optimiser.init(params), params)
+        return update(gradient, state, params)[0]
+
+    random = np.random.default_rng(0)
+    params, gradient = (
+        jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), shapes(scan=False))
+        for _ in range(2)
+    )
+    assert jax.tree.map(jnp.shape, stacked(params)) == jax.tree.map(jnp.shape, shapes(scan=True))
+    want, got = change(params, gradient), change(stacked(params), stacked(gradient))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, stacked(want))
+    assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(want))
 
 
 @pytest.mark.parametrize("make", [training.adam, training.radam])
