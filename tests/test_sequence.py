@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import measured_apart
-from operators import FOUR, FUNCTIONS
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from operators import FOUR, FUNCTIONS, operator
 
 import hla_jax as hla
 
@@ -60,24 +63,50 @@ def test_all_keys_are_seen_from_every_device():
         assert error < 1e-14
 
 
+def scan_steps(devices):
+    return 1 + math.ceil(math.log2(devices))
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("devices", [4, 5, 8])
+@pytest.mark.parametrize("name", FOUR)
+def test_state_mass_and_decay_are_exchanged_together(name, devices):
+    mesh = AbstractMesh((devices,), ("s",), axis_types=(AxisType.Auto,))
+    one = operator(name, normalize=True)
+    x, log_decay = jnp.ones((1, 2 * devices, 4, 3)), jnp.zeros((1, 2 * devices, 4))
+
+    def run(x, log_decay, ids):
+        return one(x, x, x, log_decay=log_decay, segment_ids=ids, axis_name="s")
+
+    many = jax.shard_map(run, mesh=mesh, in_specs=P(None, "s"), out_specs=(P(None, "s"), P()))
+    text = str(jax.make_jaxpr(many)(x, log_decay, jnp.zeros((1, 2 * devices), int)))
+    sent = Counter(re.findall(r"= (all_gather|ppermute|psum)\w*\[", text))
+    stages = len(exchange.STAGES[name](SIZES))
+    few = devices <= exchange.FEW
+    assert sent == Counter(
+        all_gather=1 + stages * few,  # one of ids
+        ppermute=0 if few else stages * scan_steps(devices),
+        psum=stages,  # of final states
+    )
+
+
 @pytest.mark.slow
 def test_devices_exchange_a_state_a_stage_each_way_whatever_the_length():
     seen = {}
     for name, devices, passes, T, *exchanged in measured_apart(__file__, "bytes"):
         assert seen.setdefault((name, devices, passes), exchanged) == exchanged, T
-    for (name, n, passes), (gathered, scattered, permuted, reduced) in seen.items():
+    for (name, n, passes), (gathers, scatters, permutes, reductions) in seen.items():
         few, trained = n <= exchange.FEW, passes == 2
-        assert (gathered > 0, scattered > 0, permuted > 0) == (few, few and trained, not few)
+        stages = exchange.STAGES[name](SIZES)
+        counts = [found[0] for found in (gathers, scatters, permutes, reductions)]
+        per_stage = [few, few and trained, 0 if few else passes * scan_steps(n), not trained]
+        assert counts == [len(stages) * each for each in per_stage]
         # A gather's result holds the device's own, too; a scatter's is of one device of all.
-        arrived = gathered * (n - 1) / n + scattered * (n - 1) + permuted
-        # The formula's float32 made float64. The last step of a scan needs no decay, and the
-        # compiler may send equal ones once.
-        formula = 2 * passes * exchange.states(name, SIZES, n)
-        decays = 2 * passes * exchange.states(name, SIZES._replace(D=0), n)
-        assert formula - decays <= arrived <= formula
+        arrived = gathers[1] * (n - 1) / n + scatters[1] * (n - 1) + permutes[1]
+        assert arrived == 2 * passes * exchange.states(name, SIZES, n)  # float32 made float64
         # The final state, which a training step does not use.
-        state = 8 * sum(N * a * b for N, a, b in exchange.STAGES[name](SIZES))
-        assert reduced == (0 if trained else state)
+        state = 8 * sum(N * a * b for N, a, b in stages)
+        assert reductions[1] == (0 if trained else state)
 
 
 def test_the_page_has_the_table_that_the_formulas_give():
@@ -126,7 +155,6 @@ def measure(name, cases):
         make_inputs,
         make_mask,
         make_segments,
-        operator,
         with_gradients,
         worst_error,
     )
@@ -159,7 +187,7 @@ def measure(name, cases):
 
 
 def measure_not_causal():
-    from operators import as_dict, make_inputs, make_mask, operator, worst_error
+    from operators import as_dict, make_inputs, make_mask, worst_error
 
     inputs = make_inputs("linear", 37, normalize=True)
     mesh = jax.make_mesh((8,), ("sequence",))
@@ -203,13 +231,13 @@ def measure_model():
 
 
 def measure_bytes():
-    """What compiled forward passes and training steps exchange, in bytes of the results."""
-    from operators import make_inputs, operator
+    """How many collectives are in compiled forward and training steps, and bytes of results."""
+    from operators import make_inputs
 
-    def total(text, collective):
+    def count(text, collective):
         found = re.findall(rf"= ([^=]*?) {collective}(?:-start)?\(", text)
         arrays = re.findall(r"([a-z]+)(\d+)\[([\d,]*)\]", " ".join(found))
-        return sum(
+        return len(found), sum(
             int(bits) // 8 * math.prod(int(n) for n in shape.split(",") if n)
             for _, bits, shape in arrays
         )
@@ -233,7 +261,7 @@ def measure_bytes():
             text = jax.jit(run).lower(inputs).compile().as_text()
             assert "all-to-all" not in text
             collectives = "all-gather", "reduce-scatter", "collective-permute", "all-reduce"
-            yield name, devices, passes, T, *(total(text, each) for each in collectives)
+            yield name, devices, passes, T, *(count(text, each) for each in collectives)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,13 @@ for each stage of a cascade: its size does not depend on the length. Everything 
 `shard_map`, and autodiff transposes it.
 """
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from hla_jax import _decay, kernels
@@ -56,7 +59,7 @@ def state_before(k, v, w, log_decay, P, m, *, power: int, precision, axis_name: 
 def last(tree: Tree, axis_name: str) -> Tree:
     """Returns the last device's arrays, on every device."""
     here = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
-    return lax.psum(jax.tree.map(lambda x: jnp.where(here, x, 0), tree), axis_name)
+    return _as_one(lambda x: lax.psum(jnp.where(here, x, 0), axis_name), tree)
 
 
 def id_before(segment_ids, mask, axis_name: str):
@@ -64,9 +67,10 @@ def id_before(segment_ids, mask, axis_name: str):
     real = jnp.ones(segment_ids.shape, bool) if mask is None else mask
     here = real.shape[-1] - 1 - jnp.argmax(real[..., ::-1], axis=-1)
     own = jnp.take_along_axis(segment_ids, here[..., None], axis=-1)[..., 0]
-    ids, exist = lax.all_gather((own, real.any(-1)), axis_name)  # [n, *B]
+    both = jnp.stack([own, real.any(-1).astype(own.dtype)], axis=-1)
+    ids, exist = jnp.moveaxis(lax.all_gather(both, axis_name), -1, 0)  # [n, *B]
     device = jnp.arange(len(ids)).reshape(-1, *(1,) * own.ndim)
-    exist &= device < lax.axis_index(axis_name)
+    exist = (exist != 0) & (device < lax.axis_index(axis_name))
     latest = jnp.argmax(jnp.where(exist, device + 1, 0), axis=0, keepdims=True)
     return jnp.take_along_axis(ids, latest, axis=0)[0], exist.any(0)
 
@@ -110,9 +114,25 @@ def _each(x, heads: int):
     return kernels.repeat_heads(x[..., None], heads // x.shape[-1])[..., 0]
 
 
+def _as_one(exchange: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
+    """Exchanges [*B, N], [*B, N, D] and [*B, N, D, E] side by side in one array.
+
+    One collective instead of up to three. Batch and heads stay axes, for the compiler may divide
+    them over other axes of the mesh.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    axes = max(x.ndim for x in leaves) - 2
+    sizes = [math.prod(x.shape[axes:]) for x in leaves]
+    flat = [x.reshape(*x.shape[:axes], n) for x, n in zip(leaves, sizes, strict=True)]
+    exchanged = exchange(jnp.concatenate(flat, axis=-1))
+    parts = jnp.split(exchanged, np.cumsum(sizes)[:-1], axis=-1)
+    shaped = [y.reshape(*y.shape[:-1], *x.shape[axes:]) for x, y in zip(leaves, parts, strict=True)]
+    return jax.tree.unflatten(structure, shaped)
+
+
 def _gathered(own: Element, start: Element, axis_name: str) -> Element:
     """Combines start and the elements of all devices before this one, by one exchange."""
-    elements = lax.all_gather(own, axis_name)
+    elements = _as_one(lambda x: lax.all_gather(x, axis_name), own)
     device = lax.axis_index(axis_name)
     before = start
     for i in range(lax.axis_size(axis_name) - 1):
@@ -128,7 +148,7 @@ def _scanned(own: Element, start: Element, axis_name: str) -> Element:
     def from_left(element: Element, distance: int) -> Element:
         """Zeros, which change nothing, where there is no such device."""
         pairs = [(i, i + distance) for i in range(n - distance)]
-        return lax.ppermute(element, axis_name, pairs)
+        return _as_one(lambda x: lax.ppermute(x, axis_name, pairs), element)
 
     shifted = from_left(own, 1)
     element = jax.tree.map(lambda a, b: jnp.where(device == 0, a, b), start, shifted)
