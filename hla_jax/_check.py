@@ -1,4 +1,4 @@
-"""Checks of arguments: a ValueError names the argument, what came and what is wanted."""
+"""Checks of arguments: a ValueError names the argument, what was passed, and what was expected."""
 
 import operator
 from typing import Any
@@ -6,6 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+
+FLOATS = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
+FLOATING = "floating, 16 bits or wider"
 
 
 def checked(name: str, x: Any, shape: tuple[int, ...] | None, kind: Any) -> jax.Array:
@@ -19,8 +23,10 @@ def checked(name: str, x: Any, shape: tuple[int, ...] | None, kind: Any) -> jax.
       ValueError: mask must be bool of shape (3,), got float32 of shape (3,)
     """
     x = array(name, x)
-    if (shape is not None and x.shape != shape) or not jnp.issubdtype(x.dtype, kind):
-        wanted = kind.__name__ + ("" if shape is None else f" of shape {shape}")
+    fits = is_float(x.dtype) if kind is jnp.floating else jnp.issubdtype(x.dtype, kind)
+    if (shape is not None and x.shape != shape) or not fits:
+        wanted = FLOATING + "," if kind is jnp.floating else kind.__name__
+        wanted = wanted.rstrip(",") if shape is None else f"{wanted} of shape {shape}"
         raise ValueError(f"{name} must be {wanted}, got {x.dtype} of shape {x.shape}")
     return x
 
@@ -34,8 +40,24 @@ def array(name: str, x: Any) -> jax.Array:
     """Returns x as an array, if JAX can make one of it."""
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be an array, got {x!r}") from error
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether it is a type that the operators compute with: not those of 8 bits or less."""
+    return dtype in FLOATS
+
+
+def checked_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
+    """Returns a floating dtype, however it was written, as the one object that equals it."""
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or not is_float(known):
+        raise ValueError(f"{name} must be {FLOATING}, got {dtype!r}")
+    return known
 
 
 def checked_int(name: str, x: Any, low: int = 1, high: int | None = None) -> int:
@@ -68,11 +90,45 @@ def checked_key(name: str, key: Any) -> jax.Array:
     return key
 
 
+def real(name: str, x: Any) -> jax.Array:
+    """Returns numbers as floats: integers become those of the default dtype.
+
+    Example:
+      >>> print(real("log_decay", 0))
+      0.0
+    """
+    if isinstance(x, int) and not isinstance(x, bool):
+        x = float(x)
+    x = array(name, x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        x = x.astype(jnp.result_type(float))
+    if not is_float(x.dtype):
+        raise ValueError(f"{name} must be real numbers, got {x.dtype} of shape {x.shape}")
+    return x
+
+
 def check_number(name: str, x: Any) -> None:
     """Raises unless x, traced or not, is one real number."""
-    x = array(name, x)
-    if x.ndim != 0 or jnp.issubdtype(x.dtype, jnp.complexfloating):
+    x = real(name, x)
+    if x.ndim != 0:
         raise ValueError(f"{name} must be a real number, got {x.dtype} of shape {x.shape}")
+
+
+def known_number(name: str, x: Any) -> float:
+    """Returns one real number as a Python float; it has to be known while tracing."""
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(f"{name} must be known while tracing, got {x}")
+    check_number(name, x)
+    return float(x)
+
+
+def swapped_axes_hint(q: jax.Array, k: jax.Array, v: jax.Array, *, one_length: bool) -> str:
+    """Returns what to add to an error where shapes would fit as [*B, H, T, D]."""
+    (*batch, H, T, _), (*of_keys, K, S, _) = q.shape, k.shape
+    fits = batch == of_keys and v.shape[:-1] == k.shape[:-1] and K > 0 and H % K == 0
+    if not fits or (one_length and T != S):
+        return ""
+    return f"; tokens come before heads, [*B, T, H, D]: is q {q.shape} of [*B, H, T, D]?"
 
 
 def check_flag(name: str, x: Any) -> None:

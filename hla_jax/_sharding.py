@@ -40,5 +40,6 @@ def vary_like(tree: Any, like: Any) -> Any:
     A loop's carry must have one type from the start, and a cotangent the type of its operand.
     `zeros_like` is what passes such a type on; the sum with 0 is folded away.
     """
-    zero = sum((jnp.zeros_like(x, shape=()) for x in jax.tree.leaves(like)), jnp.zeros(()))
+    zeros = (jnp.zeros_like(x, jnp.float32, ()) for x in jax.tree.leaves(like))
+    zero = sum(zeros, jnp.zeros((), jnp.float32))
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)

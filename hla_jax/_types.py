@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
@@ -26,6 +27,13 @@ Keys: TypeAlias = Float[Array, "*B S K D"]
 Values: TypeAlias = Float[Array, "*B S K E"]
 Outputs: TypeAlias = Float[jax.Array, "*B T H E"]
 Weights: TypeAlias = Float[jax.Array, "*B H T S"]
+
+
+def result_type(*xs: Any) -> jnp.dtype:
+    """Returns the dtype to compute in, also where JAX is told to promote nothing by itself."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*xs)
+
 
 # A Python number or a traced one.
 Number: TypeAlias = float | Float[Array, ""]

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Float
 
 from hla_jax._check import check_sizes, checked_key
-from hla_jax._types import Array
+from hla_jax._types import Array, result_type
 
 __all__ = [
     "FavorPlus",
@@ -212,7 +212,7 @@ class FavorPlus:
         width = self.projection.shape[-1]
         if x.shape[-1:] != (width,):
             raise ValueError(f"x must be [..., {width}], got shape {x.shape}")
-        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        dtype = result_type(x.dtype, jnp.float32)
         wide = x.astype(dtype)
         # Errors of the product end up in an exponent: the default of a TPU would be too coarse.
         wx = jnp.matmul(wide, self.projection.astype(dtype).T, precision=lax.Precision.HIGHEST)

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Int
 
-from hla_jax._check import array, check_flag, check_number, checked_or_none
+from hla_jax._check import (
+    FLOATING,
+    array,
+    check_flag,
+    check_number,
+    checked_or_none,
+    is_float,
+    swapped_axes_hint,
+)
 from hla_jax._segments import segment_numbers
 from hla_jax._sharding import left_to_the_compiler
 from hla_jax._types import Keys, Mask, Queries, SegmentIds, Values
@@ -47,12 +55,8 @@ def prepare(
     """
     check_flag("causal", causal)
     q, k, v = array("q", q), array("k", k), array("v", v)
-    _check(q, k, v)
+    _check(q, k, v, one_length=causal or segment_ids is not None)
     batch, T, S = q.shape[:-3], q.shape[-3], k.shape[-3]
-    if (causal or segment_ids is not None) and T != S:
-        raise ValueError(
-            f"T and S must be equal for causal=True and for segment_ids, got T = {T} and S = {S}"
-        )
     mask = checked_or_none("mask", mask, (*batch, S), jnp.bool_)
     segment_ids = checked_or_none("segment_ids", segment_ids, (*batch, S), jnp.integer)
     if segment_ids is None:
@@ -87,20 +91,30 @@ def visible_keys(inputs: Inputs, *, causal: bool) -> Bool[jax.Array, "*B T S"]:
     """Which keys each query sees, for the functions that look at all pairs."""
     visible = inputs.query_labels[..., :, None] == inputs.key_labels[..., None, :]
     T, S = visible.shape[-2:]
-    return visible & jnp.tri(T, S, dtype=bool) if causal else visible
+    return (
+        visible & jnp.broadcast_to(jnp.tri(T, S, dtype=bool), visible.shape) if causal else visible
+    )
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, one_length: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.floating):
+        if x.ndim < 3 or not is_float(x.dtype):
             raise ValueError(
-                f"{name} must be floating, [*B, tokens, heads, width], got {x.dtype} {x.shape}"
+                f"{name} must be {FLOATING}, [*B, tokens, heads, width], got {x.dtype} {x.shape}"
             )
+    hint = swapped_axes_hint(q, k, v, one_length=one_length)
     if k.shape[:-1] != v.shape[:-1] or k.shape[:-3] != q.shape[:-3] or k.shape[-1] != q.shape[-1]:
         raise ValueError(
             "q, k and v must be [*B, T, H, D], [*B, S, K, D] and [*B, S, K, E], "
-            f"got {q.shape}, {k.shape} and {v.shape}"
+            f"got {q.shape}, {k.shape} and {v.shape}{hint}"
         )
-    H, K = q.shape[-2], k.shape[-2]
-    if K == 0 or H % K:
-        raise ValueError(f"k's heads must divide q's, got {K} kv heads for {H}")
+    T, S, H, K = q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2]
+    if one_length and T != S:
+        raise ValueError(
+            f"T and S must be equal for causal=True and for segment_ids, got T = {T} and S = {S}"
+            f"{hint}"
+        )
+    if K == 0:
+        raise ValueError(f"k must have at least one head, got shape {k.shape}")
+    if H % K:
+        raise ValueError(f"k's heads must divide q's, got {K} kv heads for {H}{hint}")

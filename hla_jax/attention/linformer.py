@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from hla_jax._check import check_sizes
-from hla_jax._types import Array, Keys, Mask, Outputs, Queries, Values
+from hla_jax._check import FLOATING, array, check_sizes, is_float
+from hla_jax._types import Array, Keys, Mask, Outputs, Queries, Values, result_type
 from hla_jax.attention._inputs import logit_scale, prepare
 
 # [n, N], or [K, n, N]; N may differ between keys and values.
@@ -121,16 +121,16 @@ def linformer_projection(
 
 def _checked(name: str, x: Array, S: int, K: int) -> jax.Array:
     """Returns the used part of a projection, [n or K, n, S]."""
-    x = jnp.asarray(x)
+    x = array(name, x)
     if (
-        not jnp.issubdtype(x.dtype, jnp.floating)
+        not is_float(x.dtype)
         or x.ndim not in (2, 3)
         or x.shape[:-2] not in ((), (K,))
         or x.shape[-2] == 0
         or x.shape[-1] < S
     ):
         raise ValueError(
-            f"{name} must be floating, [n, N] or [K, n, N] with K = {K}, n > 0 and N >= S = {S}, "
+            f"{name} must be {FLOATING}, [n, N] or [K, n, N] with K = {K}, n > 0 and N >= S = {S}, "
             f"got {x.dtype} of shape {x.shape}"
         )
     return x[..., :S]
@@ -138,6 +138,6 @@ def _checked(name: str, x: Array, S: int, K: int) -> jax.Array:
 
 def _mixtures(e: jax.Array, x: jax.Array) -> jax.Array:
     """The product e x of each kv head: [n, S] or [K, n, S] times [*B, S, K, D] to [*B, n, K, D]."""
-    dtype = jnp.promote_types(jnp.result_type(e, x), jnp.float32)
+    dtype = result_type(e, x, jnp.float32)
     heads = "kns" if e.ndim == 3 else "ns"
     return jnp.einsum(f"{heads},...skd->...nkd", e.astype(dtype), x.astype(dtype))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from hla_jax._check import check_flag, check_sizes, checked_key
-from hla_jax._types import Array, Mask, Outputs, Queries, SegmentIds, Values
+from hla_jax._check import FLOATING, array, check_flag, check_sizes, checked_key, is_float
+from hla_jax._types import Array, Mask, Outputs, Queries, SegmentIds, Values, result_type
 from hla_jax.attention._inputs import logit_scale, lying_as_queries, prepare
 from hla_jax.attention.softmax import attend
 
@@ -79,7 +79,7 @@ def lsh_attention(
       >>> print(lsh_attention(qk, v, key=jax.random.key(0), num_buckets=2).ravel())
       [0. 1. 0. 1.]
     """
-    qk, v = jnp.asarray(qk), jnp.asarray(v)
+    qk, v = array("qk", qk), array("v", v)
     _check_tokens(qk, v)
     check_sizes(chunk_size=chunk_size)
     check_flag("causal", causal)
@@ -93,7 +93,7 @@ def lsh_attention(
 
     def run(tokens: tuple[jax.Array, ...]) -> Float[jax.Array, "*B T H E"]:
         qk, v, labels, key = tokens
-        dtype = jnp.result_type(qk, v, jnp.float32)
+        dtype = result_type(qk, v, jnp.float32)
         q, buckets = qk.astype(dtype), lsh_buckets(qk, key, num_buckets, num_rounds)
         heads = q * jnp.asarray(scale, dtype), _unit(q), v.astype(dtype), buckets
         out = _all_heads(*heads, labels, size=min(chunk_size, T), causal=causal)
@@ -161,7 +161,7 @@ def lsh_buckets(
     qk = jnp.asarray(qk)
     H, D = qk.shape[-2:]
     rotations = jax.random.normal(key, (H, num_rounds, D, num_buckets // 2), jnp.float32)
-    x = qk.astype(jnp.promote_types(qk.dtype, jnp.float32))
+    x = qk.astype(result_type(qk.dtype, jnp.float32))
     # A bucket is a decision, which the rounding of the products should not turn.
     x = jnp.einsum("...thd,hrdn->...thrn", x, rotations, precision=lax.Precision.HIGHEST)
     return lax.argmax(jnp.concatenate([x, -x], axis=-1), x.ndim - 1, jnp.int32)
@@ -222,7 +222,7 @@ def lsh_decode(
     own = (together & (places == 0)).any(-3)
     others = found & ~own
     seen = jnp.where(others.any(-1, keepdims=True), others, own)
-    q, keys = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (qk_t, qk))
+    q, keys = (x.astype(result_type(x.dtype, jnp.float32)) for x in (qk_t, qk))
     values = jnp.repeat(v, qk.shape[-2] // v.shape[-2], axis=-2)
     return attend(q, _unit(keys), values, seen, scale=scale)
 
@@ -311,13 +311,13 @@ def _unit(x: Float[jax.Array, "*B D"]) -> Float[jax.Array, "*B D"]:
 
 def _check_tokens(qk: jax.Array, v: jax.Array) -> None:
     if (
-        not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (qk, v))
+        not all(is_float(x.dtype) for x in (qk, v))
         or qk.ndim < 3
         or qk.shape[:-2] != v.shape[:-2]
-        or v.shape[-2] == 0
+        or 0 in (*qk.shape[-2:], v.shape[-2])
         or qk.shape[-2] % v.shape[-2]
     ):
         raise ValueError(
-            "qk and v must be floating, [*B, T, H, D] and [*B, T, K, E] with K a divisor of H, "
-            f"got {qk.dtype} {qk.shape} and {v.dtype} {v.shape}"
+            f"qk and v must be {FLOATING}, [*B, T, H, D] with D > 0, and [*B, T, K, E] with K a "
+            f"divisor of H, got {qk.dtype} {qk.shape} and {v.dtype} {v.shape}"
         )

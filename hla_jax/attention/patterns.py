@@ -4,8 +4,9 @@ A `Pattern` is data for `sparse_attention`, which computes its blocks and nothin
 joined by `|`, and a new one is a few lines: a function from the length to its `Piece`s. In the
 formulas t is the query's position and s the key's; where causal, `sparse_attention` adds s <= t.
 
-A pattern is hashable, so it can be a static argument of `jax.jit`, but it is equal to itself alone:
-build it once, not in every call.
+A pattern is hashable, so it can be a static argument of `jax.jit`. Patterns made alike are equal,
+and one of your own is equal to those with the same function `pieces`: define that once, not in
+every call. A pattern made under a traced key is only equal to itself.
 """
 
 import functools
@@ -78,11 +79,7 @@ class Pattern:
     def __or__(self, other: "Pattern") -> "Pattern":
         if not isinstance(other, Pattern):
             return NotImplemented
-
-        def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
-            return self.pieces(length, causal) + other.pieces(length, causal)
-
-        return Pattern(pieces, relative=self.relative and other.relative)
+        return Pattern(_Pieces(_union, (self, other)), self.relative and other.relative)
 
     def mask(self, length: int, *, causal: bool) -> Bool[jax.Array, "A T T"]:
         """Returns the dense mask, [A, T, T] for T = length: for tests and pictures."""
@@ -95,6 +92,21 @@ class Pattern:
         none = jnp.zeros(jnp.broadcast_shapes(t.shape, s.shape), bool)
         seen = functools.reduce(jnp.logical_or, pairs, none)
         return seen & (s <= t) if causal else seen
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """What a `Pattern` asks for its pieces: unlike closures and partials, equal if made alike."""
+
+    function: Callable[..., tuple[Piece, ...]]
+    arguments: tuple[Any, ...]
+
+    def __call__(self, length: int, causal: bool) -> tuple[Piece, ...]:
+        return self.function(*self.arguments, length, causal)
+
+
+def _union(a: Pattern, b: Pattern, length: int, causal: bool) -> tuple[Piece, ...]:
+    return a.pieces(length, causal) + b.pieces(length, causal)
 
 
 def sliding_window(window: int) -> Pattern:
@@ -139,30 +151,30 @@ def dilated_window(window: int, dilation: int) -> Pattern:
       [2 4 6]
     """
     check_sizes(window=window, dilation=dilation)
+    return Pattern(_Pieces(_dilated_window, (window, dilation)), relative=True)
 
-    def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
-        # The tokens of one residue class, t = step i + residue, see a plain window of i.
-        step = _at_most(dilation, length)
-        count = -(-length // step)
-        reach = _at_most(window, count)
-        # Small enough to waste little, large enough for matmuls.
-        block = _at_most(min(max(reach, 16), 128), count)
-        residues = np.arange(step)[:, None, None]
-        starts = np.arange(0, count, block)[:, None]
 
-        def table(first: int, end: int) -> Int[np.ndarray, "1 N M"]:
-            positions = (starts + np.arange(first, end)) * step + residues
-            return _table(positions.reshape(-1, end - first), length)
+def _dilated_window(window: int, dilation: int, length: int, causal: bool) -> tuple[Piece, ...]:
+    # The tokens of one residue class, t = step i + residue, see a plain window of i.
+    step = _at_most(dilation, length)
+    count = -(-length // step)
+    reach = _at_most(window, count)
+    # Small enough to waste little, large enough for matmuls.
+    block = _at_most(min(max(reach, 16), 128), count)
+    residues = np.arange(step)[:, None, None]
+    starts = np.arange(0, count, block)[:, None]
 
-        return (
-            Piece(
-                table(0, block),
-                table(1 - reach, block if causal else block + reach - 1),
-                lambda t, s: (abs(t - s) < reach * step) & ((t - s) % step == 0),
-            ),
-        )
+    def table(first: int, end: int) -> Int[np.ndarray, "1 N M"]:
+        positions = (starts + np.arange(first, end)) * step + residues
+        return _table(positions.reshape(-1, end - first), length)
 
-    return Pattern(pieces, relative=True)
+    return (
+        Piece(
+            table(0, block),
+            table(1 - reach, block if causal else block + reach - 1),
+            lambda t, s: (abs(t - s) < reach * step) & ((t - s) % step == 0),
+        ),
+    )
 
 
 def global_tokens(positions: Sequence[int]) -> Pattern:
@@ -186,20 +198,30 @@ def global_tokens(positions: Sequence[int]) -> Pattern:
        [0 1 0 0]]
     """
     positions = checked_positions("positions", positions)
+    return Pattern(_Pieces(_global_tokens, (positions,)), relative=not positions)
 
-    def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
-        every = np.arange(length, dtype=np.int32)
-        few = every[np.isin(every, positions)]
 
-        def is_global(t: Any) -> Any:
-            return (t[..., None] == few).any(-1)
+def _global_tokens(positions: tuple[int, ...], length: int, causal: bool) -> tuple[Piece, ...]:
+    every, few, is_global = _global_among(positions, length)
+    rows = Piece(few[None, None], every[None, None], lambda t, s: is_global(t))
+    return *_global_keys(positions, length, causal), rows
 
-        return (
-            Piece(every[None, None], few[None, None], lambda t, s: is_global(s)),
-            Piece(few[None, None], every[None, None], lambda t, s: is_global(t)),
-        )
 
-    return Pattern(pieces, relative=not positions)
+def global_keys(positions: tuple[int, ...]) -> Pattern:
+    """A few tokens that every token sees: half of `global_tokens`."""
+    return Pattern(_Pieces(_global_keys, (positions,)), relative=not positions)
+
+
+def _global_keys(positions: tuple[int, ...], length: int, causal: bool) -> tuple[Piece, ...]:
+    every, few, is_global = _global_among(positions, length)
+    return (Piece(every[None, None], few[None, None], lambda t, s: is_global(s)),)
+
+
+def _global_among(positions: tuple[int, ...], length: int) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """All positions of a row, the global ones, and whether a position is one of them."""
+    every = np.arange(length, dtype=np.int32)
+    few = every[np.isin(every, positions)]
+    return every, few, lambda t: (t[..., None] == few).any(-1)
 
 
 def strided(stride: int) -> Pattern:
@@ -221,13 +243,13 @@ def strided(stride: int) -> Pattern:
       [1 4 5 6 7]
     """
     check_sizes(stride=stride)
+    return sliding_window(stride) | Pattern(_Pieces(_strided, (stride,)), relative=True)
 
-    def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
-        step = _at_most(stride, length)
-        classes = _blocks(length, step).swapaxes(1, 2)
-        return (Piece(classes, classes, lambda t, s: (t - s) % step == 0),)
 
-    return sliding_window(stride) | Pattern(pieces, relative=True)
+def _strided(stride: int, length: int, causal: bool) -> tuple[Piece, ...]:
+    step = _at_most(stride, length)
+    classes = _blocks(length, step).swapaxes(1, 2)
+    return (Piece(classes, classes, lambda t, s: (t - s) % step == 0),)
 
 
 def fixed(stride: int, summary: int = 1) -> Pattern:
@@ -256,22 +278,20 @@ def fixed(stride: int, summary: int = 1) -> Pattern:
     """
     check_sizes(stride=stride)
     checked_int("summary", summary, 1, stride)
+    return Pattern(_Pieces(_fixed, (stride, summary)))
 
-    def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
-        size = _at_most(stride, length)
-        blocks, every = _blocks(length, size), np.arange(length, dtype=np.int32)
 
-        def is_summary(s: Any) -> Any:
-            return s % size >= size - summary
+def _fixed(stride: int, summary: int, length: int, causal: bool) -> tuple[Piece, ...]:
+    size = _at_most(stride, length)
+    blocks, every = _blocks(length, size), np.arange(length, dtype=np.int32)
 
-        return (
-            Piece(blocks, blocks, lambda t, s: t // size == s // size),
-            Piece(
-                every[None, None], every[is_summary(every)][None, None], lambda t, s: is_summary(s)
-            ),
-        )
+    def is_summary(s: Any) -> Any:
+        return s % size >= size - summary
 
-    return Pattern(pieces)
+    return (
+        Piece(blocks, blocks, lambda t, s: t // size == s // size),
+        Piece(every[None, None], every[is_summary(every)][None, None], lambda t, s: is_summary(s)),
+    )
 
 
 def random_blocks(
@@ -303,34 +323,91 @@ def random_blocks(
       [1 1 1 1]
     """
     check_sizes(num_blocks=num_blocks, block_size=block_size, num_heads=num_heads)
-    key = checked_key("key", key)
+    key = _hashable(checked_key("key", key))
+    return Pattern(_Pieces(_random_blocks, (key, num_blocks, block_size, num_heads)))
 
-    def pieces(length: int, causal: bool) -> tuple[Piece, ...]:
-        size = _at_most(block_size, length)
-        queries = _blocks(length, size)
-        total = queries.shape[1]
-        shape = num_heads, min(num_blocks, total)
 
-        def choose(row: jax.Array) -> jax.Array:
-            return _distinct(jax.random.fold_in(key, row), row + 1 if causal else total, shape)
+def _random_blocks(
+    key: "_Key | _Array",
+    num_blocks: int,
+    block_size: int,
+    num_heads: int,
+    length: int,
+    causal: bool,
+) -> tuple[Piece, ...]:
+    size = _at_most(block_size, length)
+    total = -(-length // size)
+    blocks = draw_blocks(key.array, total, min(num_blocks, total), num_heads, causal=causal)
+    return _pieces_of(blocks, size, length)
 
-        chosen = jax.vmap(choose, out_axes=1)(jnp.arange(total, dtype=jnp.int32))
-        keys = chosen[..., None] * size + np.arange(size, dtype=np.int32)
-        keys = jnp.where((chosen[..., None] >= 0) & (keys < length), keys, -1)
 
-        def sees(t: Any, s: Any) -> Any:
-            heads = np.arange(num_heads).reshape(-1, *[1] * (t.ndim - 1))
-            return (chosen[heads, t // size] == (s // size)[..., None]).any(-1)
+def draw_blocks(
+    key: jax.Array, total: int, num_blocks: int, num_heads: int, *, causal: bool
+) -> Int[jax.Array, "A N R"]:
+    """Draws the R blocks of keys that each of N = total blocks of queries sees; -1 is none."""
 
-        return (
-            Piece(
-                np.broadcast_to(queries, (num_heads, *queries.shape[1:])),
-                keys.reshape(num_heads, total, shape[1] * size),
-                sees,
-            ),
-        )
+    def choose(row: jax.Array) -> jax.Array:
+        n = row + 1 if causal else total
+        return _distinct(jax.random.fold_in(key, row), n, (num_heads, num_blocks))
 
-    return Pattern(pieces)
+    return jax.vmap(choose, out_axes=1)(jnp.arange(total, dtype=jnp.int32))
+
+
+def drawn_blocks(blocks: Int[jax.Array, "A N R"], block_size: int) -> Pattern:
+    """`random_blocks` of a causal draw made before; tokens past its N blocks see none."""
+    return Pattern(_Pieces(_drawn_blocks, (_Array(blocks), block_size)))
+
+
+def _drawn_blocks(
+    blocks: "_Array", block_size: int, length: int, causal: bool
+) -> tuple[Piece, ...]:
+    size = _at_most(block_size, length)
+    total = -(-length // size)
+    drawn = blocks.array[:, :total, -max(total, 1) :]  # before the last ones there are none
+    rows = [(0, 0), (0, total - drawn.shape[1]), (0, 0)]
+    return _pieces_of(jnp.pad(drawn, rows, constant_values=-1), size, length)
+
+
+def _pieces_of(chosen: Int[jax.Array, "A N R"], size: int, length: int) -> tuple[Piece, ...]:
+    """The pieces of blocks of queries that see the chosen blocks of keys."""
+    A, N, R = chosen.shape
+    queries = _blocks(length, size)
+    keys = chosen[..., None] * size + np.arange(size, dtype=np.int32)[None, None, None]
+    keys = jnp.where((chosen[..., None] >= 0) & (keys < length), keys, -1)
+
+    def sees(t: Any, s: Any) -> Any:
+        heads = np.arange(A).reshape(-1, *[1] * (t.ndim - 1))
+        return (chosen[heads, t // size] == (s // size)[..., None]).any(-1)
+
+    queries = np.broadcast_to(queries, (A, *queries.shape[1:]))
+    return (Piece(queries, keys.reshape(A, N, R * size), sees),)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A random key whose value is known."""
+
+    words: tuple[int, ...]
+    kind: str
+
+    @property
+    def array(self) -> jax.Array:
+        return jax.random.wrap_key_data(np.array(self.words, np.uint32), impl=self.kind)
+
+
+@dataclass(frozen=True, eq=False)
+class _Array:
+    """An array that may be traced, and so is only equal to itself."""
+
+    array: jax.Array
+
+
+def _hashable(key: jax.Array) -> _Key | _Array:
+    if isinstance(key, jax.core.Tracer):
+        return _Array(key)
+    with jax.ensure_compile_time_eval():
+        words = np.asarray(jax.random.key_data(key)).tolist()
+        return _Key(tuple(words), str(jax.random.key_impl(key)))
 
 
 def longformer(window: int, global_positions: Sequence[int] = (), dilation: int = 1) -> Pattern:
@@ -426,7 +503,7 @@ def _distinct(
     """
     count = shape[1]
     tops = n - count + jnp.arange(count, dtype=jnp.int32)
-    draws = jax.random.randint(key, shape, 0, jnp.maximum(tops, 0) + 1, jnp.int32)
+    draws = jax.random.randint(key, shape, 0, jnp.maximum(tops, 0)[None] + 1, jnp.int32)
     chosen = jnp.full(shape, -1, jnp.int32)
     for i in range(count):
         taken = (chosen == draws[:, i, None]).any(-1)

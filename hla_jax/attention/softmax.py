@@ -1,5 +1,6 @@
 """Softmax attention, with the conventions of this library for padding, packing and head groups."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from hla_jax._check import checked
-from hla_jax._types import Array, Keys, Mask, Outputs, Queries, SegmentIds, Values
+from hla_jax._types import Array, Keys, Mask, Outputs, Queries, SegmentIds, Values, result_type
 from hla_jax.attention._inputs import logit_scale, prepare, visible_keys
 
 
@@ -78,17 +79,17 @@ def attend(
     out_dtype = v.dtype
     if 0 in (*batch, T, S, H, E):
         return jnp.zeros((*batch, T, H, E), out_dtype)
-    scale = logit_scale(scale, D)
-    dtype = jnp.result_type(q, k, v)
+    scale, rows = logit_scale(scale, D), math.prod(batch)
+    dtype = result_type(q, k, v)
     if visible.ndim == q.ndim - 1:
         visible = visible[..., None, :, :]
     if bias is not None:
-        bias = _checked_bias(bias, (*batch, H, T, S)).astype(jnp.result_type(dtype, jnp.float32))
+        bias = _checked_bias(bias, (*batch, H, T, S)).astype(result_type(dtype, jnp.float32))
         visible &= bias > -jnp.inf
         # Above the finite number that stands in hidden places, or these would get the weight.
-        bias = jnp.maximum(bias, jnp.finfo(bias.dtype).min / 2).reshape(-1, H, T, S)
-    q, k, v = (x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-    seen = visible.reshape(-1, *visible.shape[-3:])
+        bias = jnp.maximum(bias, jnp.finfo(bias.dtype).min / 2).reshape(rows, H, T, S)
+    q, k, v = (x.astype(dtype).reshape(rows, *x.shape[-3:]) for x in (q, k, v))
+    seen = visible.reshape(rows, *visible.shape[-3:])
     out = (_in_float64 if dtype == jnp.float64 else _in_jax)(q, k, v, bias, seen, scale)
     out = out.reshape(*batch, T, H, E).astype(out_dtype)
     return jnp.where(visible.any(-1).swapaxes(-1, -2)[..., None], out, 0)

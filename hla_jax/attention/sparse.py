@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from hla_jax._types import Keys, Mask, Outputs, Queries, SegmentIds, Values
+from hla_jax._types import Keys, Mask, Outputs, Queries, SegmentIds, Values, result_type
 from hla_jax.attention._inputs import Inputs, logit_scale, lying_as_queries, prepare
 from hla_jax.attention.patterns import Pattern, Piece
 
@@ -83,7 +83,7 @@ def sparse_attention(
     def run(inputs: Inputs) -> Float[jax.Array, "*B T H E"]:
         return _by_pieces(inputs, pattern.pieces(T, causal), causal)
 
-    dtype = jnp.result_type(*inputs[:3], jnp.float32)
+    dtype = result_type(*inputs[:3], jnp.float32)
     q = inputs.q.astype(dtype) * jnp.asarray(scale, dtype)
     return lying_as_queries(run, inputs._replace(q=q), inputs.q)
 
@@ -146,7 +146,8 @@ def _sums_of(
     if causal:
         visible &= s <= t
     query_labels, key_labels = inputs.query_labels[..., queries], inputs.key_labels[..., keys]
-    visible &= query_labels[..., :, None] == key_labels[..., None, :]
+    same = query_labels[..., :, None] == key_labels[..., None, :]
+    visible = same & jnp.broadcast_to(visible, same.shape)
     visible = visible[..., None, :, None, :]  # [*B, A, N, 1, M, 1, L], for all k and g
 
     low = jnp.finfo(q.dtype).min

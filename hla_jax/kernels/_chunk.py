@@ -118,9 +118,9 @@ def cotangents(q, k, v, w, terms: Decay, P, m, do, dz, L, mu, *, power, precisio
     dv = dot("tgs,tge->se", A, do) + dot("sd,de->se", k_end, L)
     dw = None
     if w is not None:
-        X += dz[..., None] * w
-        start += dz[..., None] * m
-        end += w[:, None] * mu
+        X += dz[..., None] * w[None, None]
+        start += dz[..., None] * m[None, None]
+        end += w[:, None] * mu[None]
         dw = dot("tgs,tg->s", A, dz) + dot("sd,d->s", k_end, mu)
     H = _decayed(X, terms, power)
     start *= terms.b[:, None, None]

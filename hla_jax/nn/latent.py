@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from hla_jax._check import check_sizes
+from hla_jax._check import check_sizes, known_number
 from hla_jax._layout import Layout
 from hla_jax.attention import softmax_attention
 from hla_jax.attention.softmax import attend
@@ -95,7 +95,7 @@ class MLA(Mixer):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, layout=layout)
         super().__init__(in_features, causal=causal, **kinds)
         self.head_dim, self.kv_rank, self.rotary_dim = D, R, P
-        self.max_length, self.rotary_base = max_length, rotary_base
+        self.max_length, self.rotary_base = max_length, known_number("rotary_base", rotary_base)
         down, up = ("parameters", None), ("parameters", "heads", None)
         self.query_down = None if query_rank is None else self._linear(F, query_rank, rngs, *down)
         self.query_norm = None if query_rank is None else self._norm(query_rank, rngs)

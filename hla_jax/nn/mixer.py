@@ -8,7 +8,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from hla_jax._check import array, check_flag, checked_or_none
+from hla_jax._check import (
+    FLOATING,
+    array,
+    check_flag,
+    checked_dtype,
+    checked_or_none,
+    is_float,
+)
 from hla_jax._layout import Layout, check_layout, divide_parameter
 from hla_jax._segments import segment_starts
 from hla_jax._types import Array, Mask, SegmentIds
@@ -69,7 +76,8 @@ class Mixer(nnx.Module):
         if layout is not None:
             check_layout(layout, in_features)
         self.in_features, self.causal = in_features, causal
-        self.dtype, self.param_dtype, self.layout = dtype, param_dtype, layout
+        self.dtype = None if dtype is None else checked_dtype("dtype", dtype)
+        self.param_dtype, self.layout = checked_dtype("param_dtype", param_dtype), layout
 
     def __call__(
         self,
@@ -139,7 +147,7 @@ class Mixer(nnx.Module):
         *names: str | None,
     ) -> nnx.LinearGeneral:
         # The names are of the fields of a layout, one for each axis of the kernel.
-        axes = 1 if isinstance(features_in, int) else len(features_in)
+        axes = len(features_in) if isinstance(features_in, tuple) else 1
         linear = nnx.LinearGeneral(
             features_in,
             features_out,
@@ -157,8 +165,8 @@ class Mixer(nnx.Module):
 
     def _check(self, x: jax.Array, state: MixerState | None) -> None:
         F = self.in_features
-        if x.ndim != 3 or x.shape[-1] != F or not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"x must be floating, [B, T, F] with F={F}, got {x.dtype} {x.shape}")
+        if x.ndim != 3 or x.shape[-1] != F or not is_float(x.dtype):
+            raise ValueError(f"x must be {FLOATING}, [B, T, F] with F={F}, got {x.dtype} {x.shape}")
         if state is None:
             return
         if not self.causal:
@@ -211,11 +219,12 @@ def count_positions(
     if shape[1] == 0:
         return jnp.zeros(shape, jnp.int32), jnp.asarray(start)
     real = jnp.ones(shape, bool) if mask is None else mask
-    before = jnp.cumsum(real, axis=1, dtype=jnp.int32) - real
+    one = real.astype(jnp.int32)
+    before = jnp.cumsum(one, axis=1) - one
     # `before` at the start of each token's segment, which for the first one may lie before the row.
     offset = -start[:, None]
     if segment_ids is not None:
         starts = segment_starts(segment_ids, real)
         offset = jax.lax.cummax(jnp.where(starts, before, offset), axis=1)
     positions = before - offset
-    return positions, positions[:, -1] + real[:, -1]
+    return positions, positions[:, -1] + one[:, -1]

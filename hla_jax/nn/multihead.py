@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from hla_jax._check import check_sizes, checked_int
+from hla_jax._check import check_flag, check_sizes, checked_int, known_number
 from hla_jax._layout import Layout
 from hla_jax.nn.mixer import Mixer, Tokens
 from hla_jax.nn.rotary import rotary
@@ -104,12 +104,14 @@ class MultiHead(Mixer):
         D = checked_head_dim(num_heads, in_features, head_dim)
         E = D if value_head_dim is None else value_head_dim
         check_sizes(num_kv_heads=K, value_head_dim=E)
+        for name, flag in dict(qk_norm=qk_norm, output_norm=output_norm, rotary=rotary).items():
+            check_flag(name, flag)
         if H % K:
             raise ValueError(f"num_kv_heads must divide num_heads={H}, got {K}")
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, layout=layout)
         super().__init__(in_features, causal=causal, **kinds)
         self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim = H, K, D, E
-        self.rotary, self.rotary_base = rotary, rotary_base
+        self.rotary, self.rotary_base = rotary, known_number("rotary_base", rotary_base)
         self.query = self._to_heads((H, D), rngs)
         self.key = self._to_heads((K, D), rngs)
         self.value = self._to_heads((K, E), rngs)

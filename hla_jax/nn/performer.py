@@ -1,12 +1,15 @@
 """Linear attention over FAVOR+ features as a layer."""
 
-from typing import Any, Literal, Unpack
+from dataclasses import dataclass
+from typing import Literal, Unpack
 
 import jax
 from flax import nnx
+from jaxtyping import Float
 
 from hla_jax import ops
 from hla_jax.feature_maps import FavorPlus, favor_plus
+from hla_jax.nn._options import Options
 from hla_jax.nn.multihead import checked_head_dim
 from hla_jax.nn.recurrent import Recurrent, RecurrentOptions
 
@@ -56,17 +59,28 @@ class Performer(Recurrent):
     ):
         width = checked_head_dim(num_heads, in_features, options.get("head_dim"))
         features = favor_plus(rngs.params(), width, num_features, kind)
-        self.kind, self.projection = kind, nnx.Variable(features.projection)
         options.setdefault("decay", None)
-        super().__init__(num_heads, in_features, rngs=rngs, **options)
+        super().__init__(
+            num_heads,
+            in_features,
+            operator_options=dict(feature_map=_Scaled(features), scale=1.0),
+            rngs=rngs,
+            **options,
+        )
 
     def redraw(self, key: jax.Array) -> None:
         """Draws another projection; a state of the old one is then of no use."""
-        self.projection[...] = self._features().redraw(key).projection
+        options = self.operator_options
+        redrawn = _Scaled(options["feature_map"].features.redraw(key))
+        nnx.update(self.kept_options, nnx.state(Options(**options | dict(feature_map=redrawn))))
 
-    def _features(self) -> FavorPlus:
-        return FavorPlus(self.projection[...], self.kind)
 
-    def _options(self) -> dict[str, Any]:
-        features, scale = self._features(), self.head_dim**-0.25
-        return super()._options() | dict(feature_map=lambda x: features(x * scale), scale=1.0)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Scaled:
+    """The features of x / D^(1/4)."""
+
+    features: FavorPlus
+
+    def __call__(self, x: Float[jax.Array, "*B D"]) -> Float[jax.Array, "*B N"]:
+        return self.features(x * x.shape[-1] ** -0.25)

@@ -12,8 +12,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from hla_jax import feature_maps, ops
+from hla_jax._check import real
 from hla_jax._layout import divide_parameter
-from hla_jax._types import FeatureMaps
+from hla_jax._types import FeatureMaps, Number, result_type
+from hla_jax.nn._options import Options
 from hla_jax.nn.mixer import Tokens
 from hla_jax.nn.multihead import MultiHead, MultiHeadOptions
 from hla_jax.parallel import sharded
@@ -49,7 +51,8 @@ class Recurrent(MultiHead):
     Args:
       num_heads: see `MultiHead`.
       in_features: see `MultiHead`.
-      operator_options: what this layer passes to its operator.
+      operator_options: what this layer passes to its operator, over the options above: any pytrees.
+        An array among them is saved with the parameters but not trained; in an `nnx.Param` it is.
       decay: how much of the state each token leaves, in (0, 1]. "learned": exp(-softplus(w . x +
         b)), per token and kv head; at first the heads forget over 2 to 512 tokens. A number, or
         one per kv head: that much. None: all of it.
@@ -82,22 +85,12 @@ class Recurrent(MultiHead):
         rngs: nnx.Rngs,
         **options: Unpack[MultiHeadOptions],
     ):
-        if (layout := options.get("layout")) and layout.heads in layout.mesh.axis_names:
-            devices, K = layout.mesh.shape[layout.heads], options.get("num_kv_heads") or num_heads
-            if K % devices:
-                raise ValueError(
-                    f"num_kv_heads must be a multiple of the {devices} devices of mesh axis "
-                    f"{layout.heads!r}, got {K}"
-                )
         super().__init__(num_heads, in_features, causal=causal, rngs=rngs, **options)
-        # A tuple of pairs rather than a dict: a layer's static part must be hashable.
-        self.operator_options = (
-            *(operator_options or {}).items(),
-            ("scale", self.head_dim**-0.5),
-            ("precision", precision),
-            ("chunk_size", chunk_size),
-            *(() if causal else [("causal", False)]),
-        )
+        self._check_layout()
+        shared = dict(scale=self.head_dim**-0.5, precision=precision, chunk_size=chunk_size)
+        if not causal:
+            shared["causal"] = False
+        self.kept_options = Options(**shared | (operator_options or {}))
         self.implementation = implementation
         if not causal and "causal" not in inspect.signature(type(self).operator).parameters:
             raise ValueError(f"causal must be True: {type(self).__name__} has no other form")
@@ -130,16 +123,30 @@ class Recurrent(MultiHead):
             segment_ids=tokens.segment_ids,
             initial_state=memory,
             implementation=self.implementation if x.shape[1] != 1 else None,
-            **self._options(),
+            **self.operator_options,
         )
 
-    def _options(self) -> dict[str, Any]:
-        return dict(self.operator_options)
+    @property
+    def operator_options(self) -> dict[str, Any]:
+        """The keyword arguments of the operator that do not depend on the tokens."""
+        return self.kept_options()
+
+    def _check_layout(self) -> None:
+        layout, K = self.layout, self.num_kv_heads
+        if layout is None or layout.heads is None or K % layout.mesh.shape[layout.heads] == 0:
+            return
+        raise ValueError(
+            f"num_kv_heads must be a multiple of the {layout.mesh.shape[layout.heads]} devices of "
+            f"mesh axis {layout.heads!r}, got {K}"
+        )
 
 
 def _logs(decay: float | Sequence[float] | None, num_kv_heads: int) -> tuple[float, ...] | None:
     if decay is None:
         return None
+    if isinstance(decay, jax.core.Tracer):
+        raise ValueError(f"decay must be known while tracing, got {decay}")
+    real("decay", decay)
     kept = np.asarray(decay, np.float64)
     if kept.shape not in ((), (num_kv_heads,)) or not ((kept > 0) & (kept <= 1)).all():
         raise ValueError(f"decay must be in (0, 1], one number or {num_kv_heads}, got {decay}")
@@ -157,7 +164,7 @@ def _decay_logits(layer: MultiHead, rngs: nnx.Rngs) -> nnx.Linear:
         layer.in_features,
         layer.num_kv_heads,
         bias_init=spread,
-        dtype=jnp.promote_types(layer.dtype or layer.param_dtype, jnp.float32),
+        dtype=result_type(layer.dtype or layer.param_dtype, jnp.float32),
         param_dtype=layer.param_dtype,
         rngs=rngs,
     )
@@ -241,7 +248,7 @@ class HLA2(Recurrent):
         in_features: int,
         *,
         masked: bool = True,
-        ridge: float = 0.0,
+        ridge: Number | nnx.Variable[jax.Array] = 0.0,
         feature_map: FeatureMaps = None,
         normalize: bool = False,
         rngs: nnx.Rngs,

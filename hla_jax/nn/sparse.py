@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float
 
+from hla_jax._check import check_sizes
 from hla_jax._sharding import left_to_the_compiler, specs_of
 from hla_jax.attention import patterns, sparse_attention
 from hla_jax.attention.patterns import Pattern, checked_positions
@@ -21,7 +22,7 @@ from hla_jax.nn.softmax import Cached, CachedOptions, KVCache
 
 
 class Sparse(Cached):
-    """The shared part of the layers with a pattern, which a subclass returns from `_pattern()`.
+    """The shared part of the layers with a pattern.
 
     A whole sequence costs what the pattern's blocks cost. Continuing a state, a token is compared
     with all that the cache holds, and the pattern chooses among them.
@@ -29,10 +30,33 @@ class Sparse(Cached):
     The pattern speaks of a token's position among the unmasked tokens of its row. Where it depends
     on more than the distance of two tokens, a second segment in a row would look different from
     the same tokens alone: such a layer takes no segment_ids.
+
+    Args:
+      num_heads: see `MultiHead`.
+      in_features: see `MultiHead`.
+      pattern: one of `hla_jax.attention.patterns`, or a union of them.
+      rngs: see `MultiHead`.
+      **options: as in `Cached`.
     """
 
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        pattern: Pattern,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        if not isinstance(pattern, Pattern):
+            raise ValueError(
+                f"pattern must be one of hla_jax.attention.patterns, got {type(pattern).__name__}"
+            )
+        super().__init__(num_heads, in_features, rngs=rngs, **options)
+        self.pattern = pattern
+
     def _pattern(self) -> Pattern:
-        raise NotImplementedError
+        return self.pattern
 
     def _whole(self, x: jax.Array, q: jax.Array, entries: Any, tokens: Tokens) -> jax.Array:
         pattern = self._checked_pattern(tokens)
@@ -96,15 +120,7 @@ class SparseAttention(Sparse):
         rngs: nnx.Rngs,
         **options: Unpack[CachedOptions],
     ):
-        if not isinstance(pattern, Pattern):
-            raise ValueError(
-                f"pattern must be one of hla_jax.attention.patterns, got {type(pattern).__name__}"
-            )
-        super().__init__(num_heads, in_features, rngs=rngs, **options)
-        self.fixed_pattern = pattern
-
-    def _pattern(self) -> Pattern:
-        return self.fixed_pattern
+        super().__init__(num_heads, in_features, pattern=pattern, rngs=rngs, **options)
 
 
 class SlidingWindowAttention(Sparse):
@@ -142,20 +158,17 @@ class SlidingWindowAttention(Sparse):
         rngs: nnx.Rngs,
         **options: Unpack[MultiHeadOptions],
     ):
-        self.window = window
-        self._pattern()  # so that a wrong window is named as such
         super().__init__(
             num_heads,
             in_features,
+            pattern=patterns.sliding_window(window),
             max_length=window,
             rolling=True,
             causal=causal,
             rngs=rngs,
             **options,
         )
-
-    def _pattern(self) -> Pattern:
-        return patterns.sliding_window(self.window)
+        self.window = window
 
 
 class BigBird(Sparse):
@@ -200,22 +213,32 @@ class BigBird(Sparse):
         rngs: nnx.Rngs,
         **options: Unpack[CachedOptions],
     ):
-        self.window, self.num_random, self.block_size = window, num_random, block_size
-        self.global_positions = checked_positions("global_positions", global_positions)
-        self.num_heads = num_heads
-        self.blocks_key = random_key(rngs)
-        self._pattern()  # so that a wrong option is refused here, not in a call
-        super().__init__(num_heads, in_features, rngs=rngs, **options)
+        key = random_key(rngs)
+        positions = checked_positions("global_positions", global_positions)
+        without = patterns.longformer(window, positions)
+        check_sizes(num_random=num_random, block_size=block_size)
+        super().__init__(num_heads, in_features, pattern=without, rngs=rngs, **options)
+        self.num_random, self.block_size = num_random, block_size
+        self.blocks_key = None if self.causal else key
+        self.blocks = self._draw(key) if self.causal else None
+
+    def _draw(self, key: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
+        # Where causal, the blocks do not depend on a row's length, and can be drawn here.
+        total = -(-self.slots // self.block_size)
+        draw = wrapped_key(key), total, self.num_random, self.num_heads
+        return nnx.Variable(patterns.draw_blocks(*draw, causal=True))
 
     def _pattern(self) -> Pattern:
-        return patterns.big_bird(
-            wrapped_key(self.blocks_key),
-            window=self.window,
-            num_random=self.num_random,
-            global_positions=self.global_positions,
-            block_size=self.block_size,
-            num_heads=self.num_heads,
-        )
+        if self.blocks is not None:
+            random = patterns.drawn_blocks(self.blocks[...], self.block_size)
+        else:
+            random = patterns.random_blocks(
+                wrapped_key(self.blocks_key),
+                num_blocks=self.num_random,
+                block_size=self.block_size,
+                num_heads=self.num_heads,
+            )
+        return self.pattern | random
 
 
 class LongformerCache(NamedTuple):
@@ -271,10 +294,11 @@ class Longformer(Sparse):
         rngs: nnx.Rngs,
         **options: Unpack[CachedOptions],
     ):
-        self.window, self.dilation = window, dilation
-        self.global_positions = checked_positions("global_positions", global_positions)
-        self._pattern()  # so that a wrong option is refused here, not in a call
-        super().__init__(num_heads, in_features, rngs=rngs, **options)
+        positions = checked_positions("global_positions", global_positions)
+        # What global tokens look at is not the pattern's: they have queries of their own.
+        pattern = patterns.dilated_window(window, dilation) | patterns.global_keys(positions)
+        super().__init__(num_heads, in_features, pattern=pattern, rngs=rngs, **options)
+        self.global_positions = positions
         H, K, D, E = self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
         self.global_query = self._to_heads((H, D), rngs)
         self.global_key = self._to_heads((K, D), rngs)
@@ -303,9 +327,6 @@ class Longformer(Sparse):
 
         rows = o, q, k, v, seen
         return back(left_to_the_compiler(with_global_rows, rows, lambda: specs_of(o)))
-
-    def _pattern(self) -> Pattern:
-        return patterns.longformer(self.window, self.global_positions, self.dilation)
 
     def _continued(self, x: jax.Array, q: jax.Array, view: View, tokens: Tokens) -> jax.Array:
         local, (k, v) = view.entries

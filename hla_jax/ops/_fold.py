@@ -14,7 +14,15 @@ import numpy as np
 from jax import lax
 
 from hla_jax import kernels
-from hla_jax._check import array, check_flag, check_number, check_sizes, checked, checked_or_none
+from hla_jax._check import (
+    check_flag,
+    check_number,
+    check_sizes,
+    checked,
+    checked_or_none,
+    real,
+    swapped_axes_hint,
+)
 from hla_jax._segments import segment_starts
 from hla_jax._types import FeatureMaps, LogDecay, Mask, MaskStep, Number, SegmentIds
 from hla_jax.ops import _sequence
@@ -297,13 +305,20 @@ def step(
     one_width = maps[0] is maps[1]
     q_t, k_t, v_t = _checked_tokens(q_t, k_t, v_t, tokens="", suffix="_t", one_width=one_width)
     rest: dict[str, Any] = {**options}
-    if rest.get("log_decay") is not None:
-        log_decay = jnp.atleast_1d(array("log_decay", rest["log_decay"]))
+    if (mask := rest.get("mask")) is not None:
+        mask = checked("mask", mask, k_t.shape[:-2], jnp.bool_)
+        rest["mask"] = jnp.expand_dims(mask, -1)
+    if (log_decay := rest.get("log_decay")) is not None:
+        log_decay = broadcast_decay(log_decay, mask, k_t.shape[:-1], axes="[*B, K]")
         rest["log_decay"] = jnp.expand_dims(log_decay, -2)
-    if rest.get("mask") is not None:
-        rest["mask"] = jnp.expand_dims(array("mask", rest["mask"]), -1)
     q, k, v = (jnp.expand_dims(x, -3) for x in (q_t, k_t, v_t))
-    out, state = op(q, k, v, initial_state=state, **own, **rest)
+    try:
+        out, state = op(q, k, v, initial_state=state, **own, **rest)
+    except ValueError as error:
+        if not (message := str(error)).startswith("initial_state"):
+            raise
+        shapes = ", ".join(f"{n}_t {x.shape}" for n, x in zip("qkv", (q_t, k_t, v_t), strict=True))
+        raise ValueError(f"{message.removeprefix('initial_')}; the token has {shapes}") from None
     return jnp.squeeze(out, -3), state
 
 
@@ -318,14 +333,14 @@ def _folded_decay(log_decay, segment_ids, mask, shape, dtype, axis_name):
     return jnp.where(starts, -jnp.inf, jnp.zeros(shape, dtype) if log_decay is None else log_decay)
 
 
-def broadcast_decay(log_decay, mask, shape, dtype=None) -> jax.Array:
+def broadcast_decay(log_decay, mask, shape, dtype=None, axes: str = "[*B, T, K]") -> jax.Array:
     """Returns a decay for each token and kv head, once it is checked."""
-    given, log_decay = log_decay, checked("log_decay", log_decay, None, jnp.floating)
+    given, log_decay = log_decay, real("log_decay", log_decay)
     try:
         log_decay = jnp.broadcast_to(log_decay.astype(dtype or log_decay.dtype), shape)
     except ValueError:
         raise ValueError(
-            f"log_decay must broadcast to [*B, T, K] = {shape}, got {jnp.shape(log_decay)}"
+            f"log_decay must broadcast to {axes} = {shape}, got shape {jnp.shape(log_decay)}"
         ) from None
     _refuse_positive(given, mask, shape)
     return log_decay
@@ -388,20 +403,26 @@ def _checked_tokens(q, k, v, *, tokens: str, one_width: bool, suffix: str = ""):
         if x.ndim < ndim:
             layout = f"[*B, T, {own}]" if tokens and x is arrays[0] else f"[{before}{own}]"
             raise ValueError(f"{name} must be {layout}, got shape {x.shape}")
-    q, k, v = arrays
+    problem = _misfit(*arrays, names, tokens=tokens, one_width=one_width)
+    if problem is not None:
+        hint = swapped_axes_hint(*arrays, one_length=tokens == "T") if tokens else ""
+        raise ValueError(problem + hint)
+    return arrays
+
+
+def _misfit(q, k, v, names, *, tokens: str, one_width: bool) -> str | None:
+    """What is wrong with the shapes of q, k and v, which have enough axes."""
+    q_name, k_name, v_name = names
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"{names[2]} must have {names[1]}'s axes {k.shape[:-1]} before E, got shape {v.shape}"
-        )
+        return f"{v_name} must have {k_name}'s axes {k.shape[:-1]} before E, got shape {v.shape}"
     if tokens != "S" and q.shape[:-2] != k.shape[:-2]:
-        raise ValueError(
-            f"{names[1]} must have {names[0]}'s axes {q.shape[:-2]} before K, got shape {k.shape}"
-        )
+        return f"{k_name} must have {q_name}'s axes {q.shape[:-2]} before K, got shape {k.shape}"
     if one_width and q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"{names[1]} must have {names[0]}'s width {q.shape[-1]}, got {k.shape[-1]}"
-        )
+        return f"{k_name} must have {q_name}'s width {q.shape[-1]}, got {k.shape[-1]}"
+    for name, x in zip(names, (q, k, v), strict=True):
+        if 0 in x.shape[-2:]:
+            return f"{name} must have at least one head and a width of at least 1, got {x.shape}"
     H, K = q.shape[-2], k.shape[-2]
-    if K == 0 or H % K:
-        raise ValueError(f"{names[1]}'s heads must divide {names[0]}'s, got K = {K} and H = {H}")
-    return q, k, v
+    if H % K:
+        return f"{k_name}'s heads must divide {q_name}'s, got K = {K} and H = {H}"
+    return None

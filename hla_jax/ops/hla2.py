@@ -3,6 +3,7 @@
 from typing import NamedTuple, Unpack
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -156,14 +157,14 @@ def hla2(
     if not masked:
         (u, _), (kk, _) = x.la(x.q, x.k, Pair(x.k), Pair(s.kk))
         if has_ridge:
-            u += ridge * x.q.astype(x.dtype)
+            u += jnp.asarray(ridge, x.dtype) * x.q.astype(x.dtype)
         o, c = x.la(u, x.q, x.v, Pair(s.c, s.cz), last=True)
     else:
         # U = LA(Q, K, K), O = LA_2(Q, U, V)
         o, kk, _, f = x.cascade(s.kk, None, Pair(s.f, s.fz), power=2, last=not has_ridge)
         if has_ridge:
             r, c = x.la(x.q, x.q, x.v, Pair(s.c, s.cz))
-            o = jax.tree.map(lambda o, r: o + ridge * r, o, r)
+            o = jax.tree.map(lambda o, r: o + jnp.asarray(ridge, x.dtype) * r, o, r)
     state = HLA2State(kk, f.v, f.one, c.v, c.one)
     return _fold.finish(x, o, state, v, initial_state=initial_state, eps=eps)
 
@@ -254,7 +255,7 @@ def hla2_weights(
     (u, _), _ = x.la(x.q, x.k, Pair(x.k), Pair(_fold.zeros(x, K, D, D)))
     w = x.weights(x.q, u, power=2) if masked else x.weights(u, x.q)
     if _has(ridge):
-        w += ridge * x.weights(x.q, x.q)
+        w += jnp.asarray(ridge, x.dtype) * x.weights(x.q, x.q)
     return _fold.finish_weights(x, w, normalize, eps)
 
 
