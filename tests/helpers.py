@@ -55,17 +55,51 @@ def environment_apart():
     """For a test's file as a script of its own, on the CPU and in float64."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent)])
-    return os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
+    # XLA would abort where a device waits 40 s for another, as it may on a busy machine.
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=86400"
+    kinds = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
+    return os.environ | kinds | {"PYTHONPATH": path, "XLA_FLAGS": flags}
 
 
 def measured_apart(file, *arguments):
     """What a file prints as a script, in a process of its own, which can ask for eight devices."""
     env = environment_apart()
-    env["XLA_FLAGS"] = env.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     command = [sys.executable, file, *arguments]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout)
+
+
+# Runs an example which kills itself when it makes the batch of a step, or, where that is asked for,
+# when it has written that step's checkpoint, but not given it its name yet.
+KILLED = """
+import importlib, os, signal, sys
+
+sys.path.append({folder!r})
+example = importlib.import_module({module!r})
+make, rename = example.batch_at, os.rename
+
+def batch_at(data, step, args):
+    if step == {step} and not {half_written}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make(data, step, args)
+
+def rename_unless(old, new, **options):
+    if {half_written} and os.path.basename(new) == "{step}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(old, new, **options)
+
+example.batch_at, os.rename = batch_at, rename_unless
+example.main(sys.argv[1:])
+"""
+
+
+def killed_at(example: Path, step: int, *, half_written: bool = False) -> list[str]:
+    """The arguments of Python that run an example until it kills itself at a step."""
+    names = dict(folder=str(example.parent), module=example.stem)
+    return ["-c", KILLED.format(**names, step=step, half_written=half_written)]
 
 
 @contextmanager

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import killed_at
 
 from hla_jax.models import TransformerLM
 
@@ -29,9 +29,9 @@ def arguments(out: Path, text: Path) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
 
 
-def start(out: Path, text: Path) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *arguments(out, text)],
+def run(out: Path, text: Path, script: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *script, *arguments(out, text)],
         env=os.environ | {"PYTHONPATH": str(SCRIPT.parent.parent)},
         stdout=subprocess.PIPE,
         text=True,
@@ -44,28 +44,17 @@ def final_loss_without_a_kill(out: Path, text: Path) -> float:
     return float(char_lm.train(char_lm.make_model(args, args.mixer), data, args).losses[-1])
 
 
-def saved_steps(out: Path) -> list[int]:
-    return sorted(int(p.name) for p in (out / "checkpoints").glob("*") if p.name.isdigit())
-
-
 @pytest.mark.slow
 def test_a_killed_run_resumes_and_ends_like_one_that_was_not(tmp_path):
     text, out = tmp_path / "text", tmp_path / "killed"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
 
-    killed = start(out, text)
-    while not saved_steps(out) and killed.poll() is None:
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    at_kill = saved_steps(out)[-1]
-    assert at_kill < STEPS
-
-    resumed = start(out, text)
-    output, _ = resumed.communicate(timeout=200)
+    killed = run(out, text, killed_at(SCRIPT, 2 * EVERY + 7))
+    assert killed.returncode == -signal.SIGKILL
+    resumed = run(out, text, [str(SCRIPT)])
     assert resumed.returncode == 0
-    assert f"resumed from step {at_kill} " in output
-    assert "decoding, microseconds per token" in output
+    assert f"resumed from step {2 * EVERY} " in resumed.stdout
+    assert "decoding, microseconds per token" in resumed.stdout
 
     results = json.loads((out / "results.json").read_text())
     assert results["final_loss"] == final_loss_without_a_kill(tmp_path / "whole", text)

@@ -31,7 +31,7 @@ def rows(text: str, name: str) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_type_checks")
 def test_gpu_script_checks_and_times_the_kernels(monkeypatch, capsys) -> None:
-    text = run(gpu, monkeypatch, capsys, "--tiny")
+    text = run(gpu, monkeypatch, capsys, "--tiny", "--minutes=inf")
     [case] = gpu.TINY_CASES
     for operator in gpu.TINY_OPERATORS:
         [errors] = rows(text, f"{operator}, {case}")

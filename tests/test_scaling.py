@@ -46,7 +46,9 @@ def test_a_method_too_slow_is_left_out_and_slopes_are_fitted(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_script_measures_each_method_in_a_process(tmp_path) -> None:
+def test_script_measures_each_method_in_a_process(tmp_path, monkeypatch) -> None:
+    patient = scaling.PRESETS["cpu"]._replace(seconds=1e6)  # however busy the machine
+    monkeypatch.setitem(scaling.PRESETS, "cpu", patient)
     scaling.main(["--lengths", "64", "128", f"--out={tmp_path}"])
     written = json.loads((tmp_path / "results.json").read_text())
     assert [r for r in written["measurements"] if "left_out" in r] == []
