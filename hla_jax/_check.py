@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 FLOATS = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 FLOATING = "floating, 16 bits or wider"
+TOKENS_FIRST = "tokens come before heads, [*B, T, H, D]"
 
 
 def checked(name: str, x: Any, shape: tuple[int, ...] | None, kind: Any) -> jax.Array:
@@ -122,13 +123,29 @@ def known_number(name: str, x: Any) -> float:
     return float(x)
 
 
+def checked_per_token(name: str, x: Any, tokens: jax.Array, kind: Any) -> jax.Array | None:
+    """Returns an array with a number for each of the tokens [*B, T, heads, width], or None."""
+    *batch, T, heads, _ = tokens.shape
+    if heads != T and getattr(x, "shape", None) == (*batch, heads):
+        raise ValueError(
+            f"{name} must be of shape {(*batch, T)}, got {(*batch, heads)}; {TOKENS_FIRST}: "
+            f"are the {tokens.shape} of [*B, H, T, D]?"
+        )
+    return checked_or_none(name, x, (*batch, T), kind)
+
+
+def type_name(x: Any) -> str:
+    """Returns what to call x in a message."""
+    return "array" if isinstance(x, jax.Array | np.ndarray) else type(x).__name__
+
+
 def swapped_axes_hint(q: jax.Array, k: jax.Array, v: jax.Array, *, one_length: bool) -> str:
     """Returns what to add to an error where shapes would fit as [*B, H, T, D]."""
     (*batch, H, T, _), (*of_keys, K, S, _) = q.shape, k.shape
     fits = batch == of_keys and v.shape[:-1] == k.shape[:-1] and K > 0 and H % K == 0
     if not fits or (one_length and T != S):
         return ""
-    return f"; tokens come before heads, [*B, T, H, D]: is q {q.shape} of [*B, H, T, D]?"
+    return f"; {TOKENS_FIRST}: are these [*B, H, T, D]?"
 
 
 def check_flag(name: str, x: Any) -> None:

@@ -13,7 +13,7 @@ from hla_jax._check import (
     array,
     check_flag,
     check_number,
-    checked_or_none,
+    checked_per_token,
     is_float,
     swapped_axes_hint,
 )
@@ -57,8 +57,8 @@ def prepare(
     q, k, v = array("q", q), array("k", k), array("v", v)
     _check(q, k, v, one_length=causal or segment_ids is not None)
     batch, T, S = q.shape[:-3], q.shape[-3], k.shape[-3]
-    mask = checked_or_none("mask", mask, (*batch, S), jnp.bool_)
-    segment_ids = checked_or_none("segment_ids", segment_ids, (*batch, S), jnp.integer)
+    mask = checked_per_token("mask", mask, k, jnp.bool_)
+    segment_ids = checked_per_token("segment_ids", segment_ids, k, jnp.integer)
     if segment_ids is None:
         queries, keys = jnp.zeros((*batch, T), jnp.int32), jnp.zeros((*batch, S), jnp.int32)
     else:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Integer, UInt8
 
 from hla_jax._check import check_sizes, checked, checked_int, checked_key
+from hla_jax._export import exported
 from hla_jax._types import Array
 from hla_jax.models import logistics
 from hla_jax.models.blocks import (
@@ -28,6 +29,7 @@ from hla_jax.models.blocks import (
 START = 256
 
 
+@exported
 class ImageState(NamedTuple):
     """What the model remembers of the tokens it has read.
 

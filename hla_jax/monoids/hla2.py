@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from hla_jax._export import exported
 from hla_jax.monoids._common import (
     Key,
     Keys,
@@ -23,6 +24,7 @@ from hla_jax.monoids._common import (
 )
 
 
+@exported
 class HLA2Element(NamedTuple):
     """A segment of masked HLA2.
 
@@ -39,6 +41,7 @@ class HLA2Element(NamedTuple):
     F: Matrix
 
 
+@exported
 class HLA2UnmaskedElement(NamedTuple):
     """A segment of unmasked HLA2: rho, S and C of `HLA2Element`."""
 
@@ -137,6 +140,7 @@ def HLA2(masked: bool = True) -> HLA2Masked | HLA2Unmasked:
     return HLA2Masked() if masked else HLA2Unmasked()
 
 
+@exported
 class HLA2PaperElement(NamedTuple):
     """A segment of masked HLA2 in the paper's symbols.
 

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from hla_jax._export import exported
 from hla_jax._types import Array
 from hla_jax.monoids._common import (
     Key,
@@ -24,6 +25,7 @@ from hla_jax.monoids._common import (
 )
 
 
+@exported
 class HLA3Element(NamedTuple):
     """A segment of masked HLA3.
 
@@ -46,6 +48,7 @@ class HLA3Element(NamedTuple):
     F: Matrix
 
 
+@exported
 class HLA3UnmaskedElement(NamedTuple):
     """A segment of unmasked HLA3: rho, S, N and P of `HLA3Element`."""
 
@@ -55,6 +58,7 @@ class HLA3UnmaskedElement(NamedTuple):
     P: Matrix
 
 
+@exported
 class HLA3PublishedElement(NamedTuple):
     """A segment of HLA3 as published.
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from hla_jax._export import exported
 from hla_jax.monoids._common import (
     Key,
     Keys,
@@ -20,6 +21,7 @@ from hla_jax.monoids._common import (
 )
 
 
+@exported
 class LinearElement(NamedTuple):
     """A segment of first-order linear attention.
 

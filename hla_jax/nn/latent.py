@@ -9,15 +9,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from hla_jax._check import check_sizes, known_number
+from hla_jax._export import exported
 from hla_jax._layout import Layout
 from hla_jax.attention import softmax_attention
 from hla_jax.attention.softmax import attend
 from hla_jax.nn.cache import View, mix_with_cache
-from hla_jax.nn.mixer import Mixer, Tokens
+from hla_jax.nn.mixer import Mixer, Tokens, refuse_unknown
 from hla_jax.nn.multihead import checked_head_dim
 from hla_jax.nn.rotary import rotary
 
 
+@exported
 class LatentCache(NamedTuple):
     """What is kept of each token of a row's current segment, for all heads together.
 
@@ -85,7 +87,9 @@ class MLA(Mixer):
         param_dtype: DTypeLike = jnp.float32,
         layout: Layout | None = None,
         rngs: nnx.Rngs,
+        **unknown: Any,
     ):
+        refuse_unknown(self, unknown)
         D = checked_head_dim(num_heads, in_features, head_dim)
         F, H, R, P = in_features, num_heads, kv_rank, rotary_dim
         E = D if value_head_dim is None else value_head_dim

@@ -1,5 +1,7 @@
 """What all token-mixing layers share: the call, the state, positions."""
 
+import inspect
+import typing
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +17,15 @@ from hla_jax._check import (
     checked_dtype,
     checked_or_none,
     is_float,
+    type_name,
 )
+from hla_jax._export import exported
 from hla_jax._layout import Layout, check_layout, divide_parameter
 from hla_jax._segments import segment_starts
 from hla_jax._types import Array, Mask, SegmentIds
 
 
+@exported
 class MixerState(NamedTuple):
     """What a layer remembers of the tokens it has seen.
 
@@ -170,9 +175,9 @@ class Mixer(nnx.Module):
         if state is None:
             return
         if not self.causal:
-            raise ValueError(f"state must be None where causal=False, got a {type(state).__name__}")
+            raise ValueError(f"state must be None where causal=False, got {type_name(state)}")
         if not isinstance(state, MixerState):
-            raise ValueError(f"state must be None or a MixerState, got {type(state).__name__}")
+            raise ValueError(f"state must be None or a MixerState, got {type_name(state)}")
         if (state.position is not None) != self.uses_positions:
             wanted, got = ("a position", "none") if self.uses_positions else ("no position", "one")
             raise ValueError(f"state must be None or a MixerState with {wanted}, got {got}")
@@ -180,6 +185,28 @@ class Mixer(nnx.Module):
         if rows - {x.shape[:1]}:
             shapes = jax.tree.map(jnp.shape, state)
             raise ValueError(f"state must have x's {len(x)} rows, got shapes {shapes}")
+
+
+def refuse_unknown(layer: Mixer, unknown: dict[str, Any]) -> None:
+    """Raises TypeError, as Python does, if there are options that a layer does not take."""
+    if unknown:
+        kind = type(layer).__name__
+        raise TypeError(
+            f"{kind} got unexpected options {', '.join(unknown)}; it takes "
+            f"{', '.join(_options_of(type(layer)))}. In a model of several kinds of layers, an "
+            f"option of one comes with it: functools.partial({kind}, ...)"
+        )
+
+
+def _options_of(kind: type) -> list[str]:
+    """The names of all keyword arguments, those behind `**options: Unpack[...]` too."""
+    names = []
+    for parameter in inspect.signature(kind).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            names.append(parameter.name)
+        for options in typing.get_args(parameter.annotation):
+            names += getattr(options, "__annotations__", {})
+    return names
 
 
 def random_key(rngs: nnx.Rngs) -> nnx.Variable[jax.Array]:

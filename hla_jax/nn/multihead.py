@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from hla_jax._check import check_flag, check_sizes, checked_int, known_number
 from hla_jax._layout import Layout
-from hla_jax.nn.mixer import Mixer, Tokens
+from hla_jax.nn.mixer import Mixer, Tokens, refuse_unknown
 from hla_jax.nn.rotary import rotary
 
 # Where the parameters of a projection have their kv heads.
@@ -98,8 +98,7 @@ class MultiHead(Mixer):
         rngs: nnx.Rngs,
         **unknown: Any,
     ):
-        if unknown:  # said here, where the layer's own name is known
-            raise TypeError(f"{type(self).__name__} got unexpected options {', '.join(unknown)}")
+        refuse_unknown(self, unknown)
         H, K = num_heads, num_heads if num_kv_heads is None else num_kv_heads
         D = checked_head_dim(num_heads, in_features, head_dim)
         E = D if value_head_dim is None else value_head_dim

@@ -6,12 +6,14 @@ import jax
 from flax import nnx
 from jaxtyping import Float, Int
 
+from hla_jax._export import exported
 from hla_jax.attention import lsh_attention, lsh_buckets, lsh_decode
 from hla_jax.nn.cache import View
 from hla_jax.nn.mixer import Tokens, random_key, wrapped_key
 from hla_jax.nn.softmax import Cached, CachedOptions
 
 
+@exported
 class LSHCache(NamedTuple):
     """What is kept of each token of a row's current segment.
 

@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from hla_jax._check import check_sizes
+from hla_jax._export import exported
 from hla_jax.attention import flash_attention, softmax_attention
 from hla_jax.attention.flash import check_implementation
 from hla_jax.attention.softmax import attend
@@ -15,6 +16,7 @@ from hla_jax.nn.mixer import Tokens
 from hla_jax.nn.multihead import MultiHead, MultiHeadOptions
 
 
+@exported
 class KVCache(NamedTuple):
     """The keys and values of each row's current segment.
 

@@ -9,7 +9,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float
 
-from hla_jax._check import check_sizes
+from hla_jax._check import check_sizes, type_name
+from hla_jax._export import exported
 from hla_jax._sharding import left_to_the_compiler, specs_of
 from hla_jax.attention import patterns, sparse_attention
 from hla_jax.attention.patterns import Pattern, checked_positions
@@ -50,7 +51,7 @@ class Sparse(Cached):
     ):
         if not isinstance(pattern, Pattern):
             raise ValueError(
-                f"pattern must be one of hla_jax.attention.patterns, got {type(pattern).__name__}"
+                f"pattern must be one of hla_jax.attention.patterns, got {type_name(pattern)}"
             )
         super().__init__(num_heads, in_features, rngs=rngs, **options)
         self.pattern = pattern
@@ -241,6 +242,7 @@ class BigBird(Sparse):
         return self.pattern | random
 
 
+@exported
 class LongformerCache(NamedTuple):
     """What each row's current segment has shown so far.
 

@@ -19,9 +19,10 @@ from hla_jax._check import (
     check_number,
     check_sizes,
     checked,
-    checked_or_none,
+    checked_per_token,
     real,
     swapped_axes_hint,
+    type_name,
 )
 from hla_jax._segments import segment_starts
 from hla_jax._types import FeatureMaps, LogDecay, Mask, MaskStep, Number, SegmentIds
@@ -151,8 +152,8 @@ def fold(
         raise ValueError(f"k must have q's batch axes {q.shape[:-3]}, got shape {k.shape}")
     if segment_ids is not None and q.shape[-3] != S:
         raise ValueError(f"segment_ids needs T == S, got T = {q.shape[-3]} and S = {S}")
-    mask = checked_or_none("mask", mask, (*batch, S), jnp.bool_)
-    segment_ids = checked_or_none("segment_ids", segment_ids, (*batch, S), jnp.integer)
+    mask = checked_per_token("mask", mask, k, jnp.bool_)
+    segment_ids = checked_per_token("segment_ids", segment_ids, k, jnp.integer)
     check_number("scale", scale)
     check_flag("causal", causal)
     check_flag("normalize", normalize)
@@ -190,6 +191,11 @@ def fold(
 
 def fold_pairs(q, k, **options: Any) -> Folded:
     """Folds q and k alone, for dense weights; the inner attentions are dense as well."""
+    for name in options.keys() - {*WeightOptions.__annotations__, "causal"}:
+        raise TypeError(
+            f"weights got an unexpected option {name!r}, "
+            f"they take {', '.join(WeightOptions.__annotations__)}"
+        )
     defaults = dict(feature_map=None, log_decay=None, scale=1.0, mask=None, segment_ids=None)
     shared = {**defaults, "precision": None, **options}
     return fold(q, k, k, normalize=False, implementation="quadratic", **shared)
@@ -217,7 +223,7 @@ def start(
         return kind(**{name: s if s is None else zeros(x, *s) for name, s in shapes.items()})
     if not isinstance(initial_state, kind):
         raise ValueError(
-            f"initial_state must be None or a {kind.__name__}, got {type(initial_state).__name__}"
+            f"initial_state must be None or of type {kind.__name__}, got {type_name(initial_state)}"
         )
     members = {}
     for name, shape in shapes.items():

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from hla_jax._export import exported
 from hla_jax._types import (
     FeatureMaps,
     Keys,
@@ -26,6 +27,7 @@ from hla_jax.ops import _fold
 from hla_jax.ops._fold import Pair, StepOptions, WeightOptions
 
 
+@exported
 class AHLAState(NamedTuple):
     """All that asymmetric HLA keeps of the past; k and ez are None unless normalised.
 

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from hla_jax._check import check_flag, check_number
+from hla_jax._export import exported
 from hla_jax._types import (
     FeatureMaps,
     Keys,
@@ -28,6 +29,7 @@ from hla_jax.ops import _fold
 from hla_jax.ops._fold import Pair, StepOptions, WeightOptions
 
 
+@exported
 class HLA2State(NamedTuple):
     """All that second-order HLA keeps of the past; members that the options do not need are None.
 

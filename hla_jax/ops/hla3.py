@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from hla_jax import kernels
+from hla_jax._export import exported
 from hla_jax._types import (
     FeatureMaps,
     Keys,
@@ -31,6 +32,7 @@ from hla_jax.ops._fold import Pair, StepOptions, WeightOptions
 Variant = Literal["masked", "unmasked", "published"]
 
 
+@exported
 class HLA3State(NamedTuple):
     """All that third-order HLA keeps of the past; members that the options do not need are None.
 

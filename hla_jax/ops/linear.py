@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from hla_jax import feature_maps, kernels
+from hla_jax._export import exported
 from hla_jax._types import (
     FeatureMaps,
     Keys,
@@ -29,6 +30,7 @@ from hla_jax.ops import _fold
 from hla_jax.ops._fold import Pair, StepOptions, WeightOptions
 
 
+@exported
 class LinearState(NamedTuple):
     """All that linear attention keeps of the past.
 
@@ -78,14 +80,15 @@ def linear_attention(
         causal.
       v: [*B, S, K, E].
       feature_map: applied to q and k, or a pair (for q, for k); None is the identity.
-      causal: whether token t sees s <= t alone. Not causal, `mask` speaks of keys alone, each token
-        sees its own segment, the initial state is added to the sums, and there is no decay.
+      causal: whether token t only sees s <= t. Not causal, `mask` is of keys only, each token sees
+        its own segment, the initial state is added to the sums, and there is no decay.
       normalize: whether to divide by the sum of the weights plus eps. Meaningful where q and k are
         not negative (a positive feature map); else the denominator can be near zero or negative.
       log_decay: log a_t <= 0, anything that broadcasts to [*B, T, K] ([K]: one constant per kv
         head); -inf resets the state before token t. None: no decay.
       scale: multiplies every affinity q.k.
-      mask: [*B, S], False at padding: such a token adds nothing, decays nothing, and gets output 0.
+      mask: [*B, S], False at padding: such a token adds nothing and decays nothing. Where causal it
+        gets output 0; not causal, a padded query gets an output like any other.
       segment_ids: [*B, T], integers: the state restarts where the id changes between unmasked
         tokens. The initial state continues the first segment, and the returned state is the last
         segment's.
@@ -117,7 +120,7 @@ def linear_attention(
       ((1, 10, 2, 4), (1, 2, 4, 4), (1, 2, 4))
     """
     if not causal and log_decay is not None:
-        raise ValueError("log_decay has no meaning where causal=False, got one")
+        raise ValueError("log_decay must be None where causal=False, got one")
     if not causal and segment_ids is not None and axis_name is not None:
         raise ValueError("segment_ids must be None where causal=False over an axis_name, got some")
     x = _fold.fold(
@@ -207,7 +210,8 @@ def linear_attention_weights(
       normalize: whether each row is divided by its sum plus eps.
       eps: added to the row sums.
       **options: feature_map, log_decay, scale, mask, segment_ids and precision, with the defaults
-        of `linear_attention`.
+        of `linear_attention`. Where causal, the rows of masked queries are 0; else only the columns
+        of masked keys are.
 
     Returns:
       [*B, H, T, S] in float32 (float64 where an input is).
@@ -222,7 +226,7 @@ def linear_attention_weights(
       (1, 2, 10, 10)
     """
     if not causal and options.get("log_decay") is not None:
-        raise ValueError("log_decay has no meaning where causal=False, got one")
+        raise ValueError("log_decay must be None where causal=False, got one")
     options = {"feature_map": feature_maps.elu_plus_one, **options}
     x = _fold.fold_pairs(q, k, causal=causal, **options)
     w = x.weights(x.q, x.k) if causal else _dense(x)
