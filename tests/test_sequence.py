@@ -98,8 +98,8 @@ def test_devices_exchange_a_state_a_stage_each_way_whatever_the_length():
     for (name, n, passes), (gathers, scatters, permutes, reductions) in seen.items():
         few, trained = n <= exchange.FEW, passes == 2
         stages = exchange.STAGES[name](SIZES)
-        counts = [found[0] for found in (gathers, scatters, permutes, reductions)]
-        per_stage = [few, few and trained, 0 if few else passes * scan_steps(n), not trained]
+        counts = [found[0] for found in (gathers, scatters, permutes)]
+        per_stage = [few, few and trained, 0 if few else passes * scan_steps(n)]
         assert counts == [len(stages) * each for each in per_stage]
         # A gather's result holds the device's own, too; a scatter's is of one device of all.
         arrived = gathers[1] * (n - 1) / n + scatters[1] * (n - 1) + permutes[1]
