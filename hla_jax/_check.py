@@ -61,6 +61,14 @@ def checked_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
     return known
 
 
+def is_known(*arrays: Any) -> bool:
+    """Tells whether the arrays' values can be looked at: not while tracing, nor on other hosts."""
+    return not any(
+        isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
+        for x in arrays
+    )
+
+
 def checked_int(name: str, x: Any, low: int = 1, high: int | None = None) -> int:
     """Returns x as a Python int if it is one, known while tracing, from low to high."""
     try:

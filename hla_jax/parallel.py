@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from hla_jax import _compiled
 from hla_jax._check import checked_or_none
 from hla_jax._layout import Layout, check_axes
 from hla_jax.ops._fold import broadcast_decay
@@ -61,8 +62,9 @@ def sharded(
       (1, 10, 8, 4)
     """
     check_axes(mesh, batch=batch, heads=heads, sequence=sequence)
-    if sequence is not None:
-        op = partial(op, axis_name=sequence)
+    defaults = {}
+    if isinstance(op, partial) and not op.args:  # equal partials are not equal, their parts are
+        op, defaults = op.func, op.keywords
 
     def run(q, k, v, *, log_decay=None, mask=None, segment_ids=None, initial_state=None, **options):
         q, k, v = (jnp.asarray(x) for x in (q, k, v))
@@ -86,63 +88,81 @@ def sharded(
         segment_ids = checked_or_none("segment_ids", segment_ids, k.shape[:-2], jnp.integer)
         if log_decay is not None:
             log_decay = broadcast_decay(log_decay, mask, k.shape[:-1])
-        T, rows = q.shape[-3], (batch, *(None,) * (q.ndim - 4)) if q.ndim > 3 else ()
-        # Explicit axes know no unequal parts; on others XLA fails on them: a gradient that goes on
-        # into an embedding came out wrong, or the partitioner stopped the program.
-        whole = NamedSharding(mesh, PartitionSpec(*rows, None, heads))
-        explicit = AxisType.Explicit in mesh.axis_types
-        if sequence is not None and T % mesh.shape[sequence] and not explicit:
-            q, k, v = jax.lax.with_sharding_constraint((q, k, v), whole)
-        if sequence is not None:
-            q, k, v, log_decay, mask, segment_ids = _padded(
-                mesh.shape[sequence], q, k, v, log_decay, mask, segment_ids
-            )
-        of_tokens = PartitionSpec(*rows, sequence, heads)
-        of_places, of_states = PartitionSpec(*rows, sequence), PartitionSpec(*rows, heads)
-        arrays = dict(
+        given = dict(
             log_decay=log_decay, mask=mask, segment_ids=segment_ids, initial_state=initial_state
         )
-        specs = dict(
-            log_decay=of_tokens, mask=of_places, segment_ids=of_places, initial_state=of_states
+        arrays, rest = _compiled.split({**defaults, **options})
+        return _compiled.call(
+            _run,
+            *(q, k, v, given, arrays),
+            op=op,
+            options=rest,
+            mesh=mesh,
+            batch=batch,
+            heads=heads,
+            sequence=sequence,
         )
-        arrays = {name: x for name, x in arrays.items() if x is not None}
-        in_specs = (of_tokens, of_tokens, of_tokens, {name: specs[name] for name in arrays})
-
-        def local(q, k, v, arrays):
-            return op(q, k, v, **arrays, **options)
-
-        inputs = q, k, v, arrays
-        if explicit:  # shard_map then takes only what lies as it says
-
-            def place(spec, x):
-                sharding = NamedSharding(mesh, spec)
-                return jax.tree.map(lambda a: jax.sharding.reshard(a, sharding), x)
-
-            inputs = jax.tree.map(place, in_specs, inputs)
-        out_specs = of_tokens, of_states
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-        out, state = mapped(*inputs)
-        if out.shape[-3] == T:
-            return out, state
-        place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
-        out = place(out, whole)
-        return out[..., :T, :, :], state
 
     return run
 
 
-def _padded(devices: int, q, k, v, log_decay, mask, segment_ids):
+@partial(jax.jit, static_argnames=("op", "options", "mesh", "batch", "heads", "sequence"))
+def _run(q, k, v, given, arrays, *, op, options, mesh, batch, heads, sequence):
+    """Runs an operator, of which the arrays are a part of the options."""
+    T, rows = q.shape[-3], (batch, *(None,) * (q.ndim - 4)) if q.ndim > 3 else ()
+    # Explicit axes know no unequal parts; on others XLA fails on them: a gradient that goes on
+    # into an embedding came out wrong, or the partitioner stopped the program.
+    whole = NamedSharding(mesh, PartitionSpec(*rows, None, heads))
+    explicit = AxisType.Explicit in mesh.axis_types
+    if sequence is not None and T % mesh.shape[sequence] and not explicit:
+        q, k, v = jax.lax.with_sharding_constraint((q, k, v), whole)
+    if sequence is not None:
+        q, k, v, given = _padded(mesh.shape[sequence], q, k, v, given)
+    of_tokens = PartitionSpec(*rows, sequence, heads)
+    of_places, of_states = PartitionSpec(*rows, sequence), PartitionSpec(*rows, heads)
+    specs = dict(
+        log_decay=of_tokens, mask=of_places, segment_ids=of_places, initial_state=of_states
+    )
+    given = {name: x for name, x in given.items() if x is not None}
+    inputs = q, k, v, given, arrays
+    in_specs = (*(of_tokens,) * 3, {name: specs[name] for name in given}, PartitionSpec())
+
+    def local(q, k, v, given, arrays):
+        more = _compiled.join(arrays, options)
+        if sequence is not None:
+            more["axis_name"] = sequence
+        return op(q, k, v, **given, **more)
+
+    if explicit:  # shard_map then takes only what lies as it says
+
+        def place(spec, x):
+            sharding = NamedSharding(mesh, spec)
+            return jax.tree.map(lambda a: jax.sharding.reshard(a, sharding), x)
+
+        inputs = jax.tree.map(place, in_specs, inputs)
+    out_specs = of_tokens, of_states
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    out, state = mapped(*inputs)
+    if out.shape[-3] == T:
+        return out, state
+    place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+    out = place(out, whole)
+    return out[..., :T, :, :], state
+
+
+def _padded(devices: int, q, k, v, given):
     """Pads T on the right to a multiple of the devices, at least one token each."""
     T, rows = q.shape[-3], q.ndim - 3
     more = max(1, -(-T // devices)) * devices - T
     if more == 0:
-        return q, k, v, log_decay, mask, segment_ids
-    if mask is None:
-        mask = jnp.ones(q.shape[:-2], bool)
+        return q, k, v, given
+    if given["mask"] is None:
+        given = given | {"mask": jnp.ones(q.shape[:-2], bool)}
 
     def pad(x):
         if x is None:
             return None
         return jnp.pad(x, [(0, more if axis == rows else 0) for axis in range(jnp.ndim(x))])
 
-    return tuple(map(pad, (q, k, v, log_decay, mask, segment_ids)))
+    tokens = {name: pad(given[name]) for name in ("log_decay", "mask", "segment_ids")}
+    return pad(q), pad(k), pad(v), given | tokens

@@ -10,6 +10,12 @@ of the work is parallel:
 | chunked, c tokens a chunk | (T / c) log c | T / c + c | T / c + c log c |
 
 The inclusive prefixes that `read=False` asks for are T elements whatever the engine.
+
+An engine is one compiled program, also where it is called outside of jit. For that a monoid is a
+static argument, as of `jax.jit`: a call with the same or an equal one, with the same attributes,
+compiles nothing. Those that cannot be hashed work, but each call outside of jit compiles them anew,
+and so does a monoid that is made for each call and does not compare equal to the last one. Arrays
+in a monoid that is a pytree are traced.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hla_jax import _compiled
 from hla_jax._check import check_sizes
 
 Element: TypeAlias = Any  # a pytree of arrays
@@ -142,7 +149,7 @@ def chunked(
       ([1.0, 3.0, 6.0], 6.0)
     """
     check_sizes(chunk_size=chunk_size)
-    return _run(partial(_chunked, chunk_size=chunk_size), m, tokens, initial, reverse, read)
+    return _run(_chunked, m, tokens, initial, reverse, read, chunk_size=chunk_size)
 
 
 @dataclass(frozen=True)
@@ -177,14 +184,51 @@ class _Typed:
         return lax.map(one, chunks)
 
 
-Engine: TypeAlias = Callable[[_Typed, tuple[Any, ...], Element, bool], tuple[Any, Element]]
+Engine: TypeAlias = Callable[..., tuple[Any, Element]]
 
 
 def _run(
-    engine: Engine, m: Monoid, given: Tokens, initial: Element, reverse: bool, read: bool
+    engine: Engine,
+    m: Monoid,
+    tokens: Tokens,
+    initial: Element,
+    reverse: bool,
+    read: bool,
+    **options: int,
+) -> tuple[Any, Element]:
+    tokens = tuple(jax.tree.map(jnp.asarray, x) for x in tokens)
+    arrays, rest = _compiled.split(m)
+    return _compiled.call(
+        _run_compiled,
+        *(arrays, tokens, initial),
+        engine=engine,
+        monoid=rest,
+        # So that one whose attributes were changed since is not taken for what it was.
+        attributes=tuple(getattr(m, "__dict__", {}).items()) if not arrays else (),
+        reverse=reverse,
+        read=read,
+        options=tuple(options.items()),
+    )
+
+
+@partial(
+    jax.jit, static_argnames=("engine", "monoid", "attributes", "reverse", "read", "options")
+)
+def _run_compiled(
+    arrays: list[Any],
+    tokens: tuple[Any, ...],
+    initial: Element,
+    *,
+    engine: Engine,
+    monoid: Any,
+    attributes: tuple[Any, ...],
+    reverse: bool,
+    read: bool,
+    options: tuple[tuple[str, int], ...],
 ) -> tuple[Any, Element]:
     """What all engines share: checks, dtypes, direction and sequences without tokens."""
-    tokens = tuple(jax.tree.map(jnp.asarray, x) for x in given)
+    del attributes
+    m, engine = _compiled.join(arrays, monoid), partial(engine, **dict(options))
     length = _length(tokens)
     token = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tokens)
     element = jax.eval_shape(m.lift, *token)

@@ -100,8 +100,7 @@ def flash_attention(
                 f'mask and segment_ids must be None for implementation="{implementation}"'
             )
         out = _by_library(implementation, inputs, causal, scale)
-    run = partial(_in_blocks, causal=causal, scale=scale, block_size=block_size)
-    in_blocks, lse = left_to_the_compiler(run, inputs, lambda: _specs(inputs.q))
+    in_blocks, lse = _compiled(inputs, causal=causal, scale=scale, block_size=block_size)
     return in_blocks if out is None else out, lse
 
 
@@ -115,6 +114,12 @@ def _specs(q: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:
     """How outputs and lse lie on explicit mesh axes: as q does."""
     spec = jax.typeof(q).sharding.spec[:-1]
     return PartitionSpec(*spec, None), PartitionSpec(*spec)
+
+
+@partial(jax.jit, static_argnames=("causal", "scale", "block_size"))  # see `hla_jax._compiled`
+def _compiled(inputs: Inputs, **options: Any) -> tuple[jax.Array, jax.Array]:
+    run = partial(_in_blocks, **options)
+    return left_to_the_compiler(run, inputs, lambda: _specs(inputs.q))
 
 
 def _in_blocks(

@@ -49,7 +49,15 @@ def causal_linear(
     The arithmetic is in P's dtype, and so are the results; o is in `out_dtype` where given.
     """
     options = Options(implementation, chunk_size, power, strict, precision, out_dtype)
-    return _sharded(Operands(q, k, v, w, log_decay, P, m), options)
+    # jit takes k and v for two arrays, so it has to be told where they are one.
+    return _causal_linear(Operands(q, k, v, w, log_decay, P, m), options, squares=v is k)
+
+
+# Eager calls share one compiled program, for their loops would compile at each call. Not inlined, or
+# an eager `jax.grad` would compile the transposed loops at each call, on jax 0.10.
+@partial(jax.jit, static_argnames=("options", "squares"))
+def _causal_linear(x: Operands, options: Options, *, squares: bool) -> Results:
+    return _sharded(x._replace(v=x.k) if squares else x, options)
 
 
 def causal_cascade(
@@ -77,8 +85,12 @@ def causal_cascade(
     O, z = LA_power(Q, U, [R, r]; F, f)
     """
     options = Options(implementation, chunk_size, power, False, precision, out_dtype)
-    x = Cascade(q, k, v, w, log_decay, S, P, m, F, f)
-    if q.shape[x.token_axis] and not has_explicit_axes(x) and _dispatch.serves(x, options):
+    return _causal_cascade(Cascade(q, k, v, w, log_decay, S, P, m, F, f), options)
+
+
+@partial(jax.jit, static_argnames="options")
+def _causal_cascade(x: Cascade, options: Options) -> CascadeResults:
+    if x.q.shape[x.token_axis] and not has_explicit_axes(x) and _dispatch.serves(x, options):
         return _dispatch.fused(_varying(x), options, _stages)
     return _stages(x, options)
 

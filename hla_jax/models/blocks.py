@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from hla_jax import nn
+from hla_jax import _compiled, nn
 from hla_jax._layout import divide, divide_parameter
 from hla_jax._types import Mask, SegmentIds
 
@@ -120,14 +120,20 @@ def run_blocks(
     states = (None,) * len(blocks) if state is None else state
     after = []
     for block, before in zip(blocks, states, strict=True):
-        run: Callable[..., Any] = block
         if remat:
             graph, variables = nnx.split(block)
-            run = jax.checkpoint(lambda v, *x, g=graph: nnx.merge(g, v)(*x))
-            run = partial(run, variables)
-        x, left = run(x, before, mask, segment_ids)
+            inputs = variables, x, before, mask, segment_ids
+            x, left = _compiled.call(_rematerialized, *inputs, graph=graph)
+        else:
+            x, left = block(x, before, mask, segment_ids)
         after.append(left)
     return x, tuple(after)
+
+
+@partial(jax.jit, static_argnames="graph")
+def _rematerialized(variables: Any, *inputs: Any, graph: nnx.GraphDef[Block]) -> Any:
+    run = jax.checkpoint(lambda variables, *inputs: nnx.merge(graph, variables)(*inputs))
+    return run(variables, *inputs)
 
 
 def stack_blocks(blocks: Sequence[Block]) -> list[Block]:
@@ -139,7 +145,9 @@ def stack_blocks(blocks: Sequence[Block]) -> list[Block]:
     N = len(blocks)
     period = next(p for p in range(1, N + 1) if N % p == 0 and graphs == graphs[:p] * (N // p))
 
-    def stack(*same: nnx.Variable) -> nnx.Variable:
+    def stack(*same: Any) -> Any:
+        if not is_variable(same[0]):  # an array that a mixer of one's own holds as it is
+            return jnp.stack(same)
         metadata = same[0].get_metadata()
         if spec := metadata.get("out_sharding"):
             metadata = metadata | {"out_sharding": (None, *spec)}
@@ -154,10 +162,22 @@ def stack_blocks(blocks: Sequence[Block]) -> list[Block]:
     ]
 
 
-def unstacked(block: Block) -> Block:
-    """The first of the blocks that `stack_blocks` has stacked."""
-    graph, variables = nnx.split(block)
-    return nnx.merge(graph, jax.tree.map(lambda a: a[0], variables))
+@partial(jax.jit, static_argnames=("graphs", "repeats", "batch_size"))
+def _init_stacked(variables: Any, *, graphs: Any, repeats: int, batch_size: int) -> State:
+    # In jit, what a state does not need of the parameters is not sliced.
+    layers = (
+        nnx.merge(graph, jax.tree.map(lambda a, j=j: a[j], v))
+        for j in range(repeats)
+        for graph, v in zip(graphs, variables, strict=True)
+    )
+    return tuple(layer.mixer.init_state(batch_size) for layer in layers)
+
+
+def init_stacked(stacks: Iterable[Block], *, repeats: int, batch_size: int) -> State:
+    """Returns the state before any token of each block that `stack_blocks` has stacked."""
+    graphs, variables = zip(*map(nnx.split, stacks), strict=True)
+    options = dict(graphs=graphs, repeats=repeats, batch_size=batch_size)
+    return _compiled.call(_init_stacked, variables, **options)
 
 
 def scan_blocks(
@@ -175,6 +195,22 @@ def scan_blocks(
     But a variable that a mixer of one's own changes in its call is not changed.
     """
     graphs, variables = zip(*map(nnx.split, stacks), strict=True)
+    inputs = variables, x, state, mask, segment_ids
+    return _compiled.call(_scan, *inputs, graphs=graphs, repeats=repeats, remat=remat)
+
+
+@partial(jax.jit, static_argnames=("graphs", "repeats", "remat"))
+def _scan(
+    variables: Any,
+    x: jax.Array,
+    state: State | None,
+    mask: Any,
+    segment_ids: Any,
+    *,
+    graphs: tuple[nnx.GraphDef[Block], ...],
+    repeats: int,
+    remat: bool,
+) -> tuple[jax.Array, State]:
     period = len(graphs)
 
     def step(x: jax.Array, inputs: Any) -> Any:

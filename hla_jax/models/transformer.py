@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from hla_jax._check import checked
+from hla_jax._check import checked, is_known
 from hla_jax._layout import Layout, divide, divide_parameter
 from hla_jax._types import Array, Mask, SegmentIds
 from hla_jax.models.blocks import (
@@ -17,12 +17,12 @@ from hla_jax.models.blocks import (
     Block,
     Mixers,
     State,
+    init_stacked,
     length_limit,
     make_mixers,
     run_blocks,
     scan_blocks,
     stack_blocks,
-    unstacked,
 )
 
 
@@ -115,7 +115,8 @@ class TransformerLM(nnx.Module):
         """The logits of each next token, and the state after the last token.
 
         Args:
-          tokens: [B, T], integers in 0..V-1 (any where masked).
+          tokens: [B, T], integers in 0..V-1 (any where masked). Others are an error where their
+            values are known, outside of jit; inside, their logits are NaN.
           state: what the model returned for the tokens before; None is the beginning.
           mask: [B, T], False at padding, which changes nothing, wherever it is.
           segment_ids: [B, T], integers: documents packed into a row do not see each other.
@@ -160,12 +161,18 @@ class TransformerLM(nnx.Module):
                 got = f"({', '.join(type(s).__name__ for s in state)})"
             if got != f"({', '.join(['MixerState'] * N)})":
                 raise ValueError(f"state must be None or a tuple of {N} MixerStates, got {got}")
+        tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
         if mask is not None:
             mask = checked("mask", mask, tokens.shape, jnp.bool_)
             tokens = jnp.where(mask, tokens, 0)
+        V = self.embed.num_embeddings
+        exists = (tokens >= 0) & (tokens < V)
+        if is_known(exists) and not exists.all():
+            raise ValueError(f"tokens must be in 0..{V - 1} where unmasked, got others")
         # Looked up in the whole of each row, or its parts would have to become parts of tokens.
         table = self.embed.embedding[...].astype(self.embed.dtype)
-        x = jnp.take(divide(table, self.layout, "heads", None), tokens, axis=0)
+        x = jnp.take(divide(table, self.layout, "heads", None), tokens, axis=0, mode="clip")
+        x = jnp.where(exists[..., None], x, jnp.nan)
         x = divide(x, self.layout, "batch", "sequence", None)
         run = partial(scan_blocks, repeats=self._repeats) if self.scan else run_blocks
         x, after = run(self.blocks, x, state, mask, segment_ids, remat=self.remat)
@@ -174,16 +181,15 @@ class TransformerLM(nnx.Module):
     def logits(self, x: Float[jax.Array, "*B F"]) -> Float[jax.Array, "*B V"]:
         """The logits [*B, V] of features [*B, F]."""
         logits = self.embed.attend(x) if self.head is None else self.head(x)
-        names = (
-            ("batch", "sequence", "heads") if x.ndim == 3 else (*(None,) * (x.ndim - 1), "heads")
-        )
-        return divide(logits, self.layout, *names)
+        # Features of one token of each row are [B, F].
+        names = {1: (), 2: ("batch",), 3: ("batch", "sequence")}
+        return divide(logits, self.layout, *names.get(x.ndim, (None,) * (x.ndim - 1)), "heads")
 
     def init_state(self, batch_size: int) -> State:
         """The state before any token, for `batch_size` rows: a `MixerState` for each block."""
-        blocks = [unstacked(block) for block in self.blocks] if self.scan else self.blocks
-        states = tuple(block.mixer.init_state(batch_size) for block in blocks)
-        return states * self._repeats
+        if self.scan:
+            return init_stacked(self.blocks, repeats=self._repeats, batch_size=batch_size)
+        return tuple(block.mixer.init_state(batch_size) for block in self.blocks)
 
     @property
     def _repeats(self) -> int:
