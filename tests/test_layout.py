@@ -68,6 +68,30 @@ def test_a_scan_over_layers_is_the_loop(mixer):
                 np.testing.assert_allclose(a[j], b, atol=2e-5 * jnp.abs(b).max())
 
 
+class Shifted(hla.nn.HLA2):
+    """Adds an array to its values that it holds as it is, another one in each layer."""
+
+    shift = 0.0
+    made = 0
+
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        Shifted.made += 1
+        self.shift = jnp.full(5, Shifted.made % 2, jnp.float32)
+
+    def _mix_heads(self, x, q, k, v, memory, tokens):
+        return super()._mix_heads(x, q, k, v + self.shift, memory, tokens)
+
+
+def test_a_scan_over_layers_stacks_arrays_that_a_mixer_of_ones_own_holds():
+    tokens = jnp.arange(7)[None]
+    loop, scan = (
+        make_model(mixer=Shifted, layers=2, dtype=jnp.float32, scan=s)(tokens)[0]
+        for s in (False, True)
+    )
+    np.testing.assert_allclose(scan, loop, atol=1e-5)
+
+
 def test_a_model_with_remat_can_be_closed_over():
     model, tokens = make_model(dtype=jnp.float32, layers=1, remat=True), jnp.zeros((1, 3), int)
     closed = jax.jit(lambda tokens: model(tokens)[0])(tokens)
@@ -155,6 +179,7 @@ def test_heads_and_rows_decode_on_devices_of_their_own():
     for mixer, decoded in measured_apart(__file__, "decode").items():
         assert decoded["tokens"] == decoded["expected"], mixer
         assert set(decoded["collectives"]) == {"all-reduce"}, mixer
+        assert "all-gather" not in decoded["collectives of logits"], mixer
         assert decoded["state"] == 8 * decoded["state of a device"], mixer
 
 
@@ -237,6 +262,8 @@ def decode():
         _, state = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
         text = step.lower(model, tokens[:, :1], state).compile().as_text()
         kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+        features = jnp.ones((4, F))
+        last = nnx.jit(lambda model, x: model.logits(x)).lower(model, features).compile().as_text()
         memory = jax.tree.leaves([layer.memory for layer in state])
         yield (
             mixer,
@@ -244,6 +271,7 @@ def decode():
                 "expected": written[0],
                 "tokens": written[1],
                 "collectives": re.findall(rf" ({kinds})(?:-start)?\(", text),
+                "collectives of logits": re.findall(rf" ({kinds})(?:-start)?\(", last),
                 "state": sum(x.size for x in memory),
                 "state of a device": sum(x.addressable_shards[0].data.size for x in memory),
             },

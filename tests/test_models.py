@@ -77,6 +77,19 @@ def test_padding_may_hold_any_token_and_changes_no_logits():
     jax.tree.map(lambda a, b: rms_error(a, b) < 1e-5 or pytest.fail(f"{a} != {b}"), state, last)
 
 
+@pytest.mark.parametrize("token", [-1, 8])
+def test_a_token_that_does_not_exist_is_an_error_and_in_jit_a_nan(token, no_type_checks):
+    model, mask = make(), jnp.array([[True, True, False]])
+    wrong, masked = jnp.array([[1, token, 2]]), jnp.array([[1, 2, token]])
+    with pytest.raises(ValueError, match=r"tokens must be in 0\.\.7 where unmasked"):
+        model(wrong, mask=mask)
+    logits, _ = call(model, wrong, None, mask)
+    assert np.isnan(logits[0, 1]).all()
+    assert np.isfinite(model(masked, mask=mask)[0]).all()
+    small = np.array([[1, 2, 3]], np.uint8)
+    np.testing.assert_array_equal(call(model, small)[0], call(model, small.astype(int))[0])
+
+
 def greedy(model, prompt, n):
     """Each token by a whole forward pass over a row padded on the right."""
     row, out = list(prompt), []

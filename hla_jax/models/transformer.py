@@ -116,7 +116,7 @@ class TransformerLM(nnx.Module):
 
         Args:
           tokens: [B, T], integers in 0..V-1 (any where masked). Others are an error where their
-            values are known, outside of jit; inside, their logits are NaN.
+            values are known, outside of jit; inside, they make logits NaN.
           state: what the model returned for the tokens before; None is the beginning.
           mask: [B, T], False at padding, which changes nothing, wherever it is.
           segment_ids: [B, T], integers: documents packed into a row do not see each other.
