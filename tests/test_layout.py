@@ -262,7 +262,8 @@ def decode():
         _, state = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
         text = step.lower(model, tokens[:, :1], state).compile().as_text()
         kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-        features = jnp.ones((4, F))
+        rows = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec("data"))
+        features = jax.device_put(jnp.ones((4, F)), rows)
         last = nnx.jit(lambda model, x: model.logits(x)).lower(model, features).compile().as_text()
         memory = jax.tree.leaves([layer.memory for layer in state])
         yield (
