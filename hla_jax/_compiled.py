@@ -1,9 +1,10 @@
-"""Eager calls that compile once: what is an array is traced, what is not is static.
+"""Functions that loop, for calls outside of jit: compiled once, not at every call.
 
-A loop outside of jit is compiled when it is called, and again at the next call if a function that it
-holds was made anew. So functions that loop are jitted here, and what they hold is an argument.
+Outside of jit a loop is compiled when it is called, and again at the next call if it holds a
+function that was made anew. So each function that loops is one of `jax.jit`, at the top of its
+module: arrays are its arguments, all else is static.
 
-None is inlined: jax 0.10 would then compile the transposed loops at each call of an eager `jax.grad`.
+None of them is inlined: on jax 0.10 an eager `jax.grad` would compile the transposed loops anew.
 """
 
 from collections.abc import Callable

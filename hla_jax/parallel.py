@@ -62,9 +62,9 @@ def sharded(
       (1, 10, 8, 4)
     """
     check_axes(mesh, batch=batch, heads=heads, sequence=sequence)
-    defaults = {}
-    if isinstance(op, partial) and not op.args:  # equal partials are not equal, their parts are
-        op, defaults = op.func, op.keywords
+    defaults: dict[str, Any] = {}
+    if isinstance(op, partial) and not op.args:  # two partials are never equal, their parts may be
+        defaults, op = op.keywords, op.func
 
     def run(q, k, v, *, log_decay=None, mask=None, segment_ids=None, initial_state=None, **options):
         q, k, v = (jnp.asarray(x) for x in (q, k, v))

@@ -211,9 +211,7 @@ def _run(
     )
 
 
-@partial(
-    jax.jit, static_argnames=("engine", "monoid", "attributes", "reverse", "read", "options")
-)
+@partial(jax.jit, static_argnames=("engine", "monoid", "attributes", "reverse", "read", "options"))
 def _run_compiled(
     arrays: list[Any],
     tokens: tuple[Any, ...],

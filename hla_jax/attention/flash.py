@@ -100,7 +100,7 @@ def flash_attention(
                 f'mask and segment_ids must be None for implementation="{implementation}"'
             )
         out = _by_library(implementation, inputs, causal, scale)
-    in_blocks, lse = _compiled(inputs, causal=causal, scale=scale, block_size=block_size)
+    in_blocks, lse = _sharded(inputs, causal=causal, scale=scale, block_size=block_size)
     return in_blocks if out is None else out, lse
 
 
@@ -116,8 +116,9 @@ def _specs(q: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:
     return PartitionSpec(*spec, None), PartitionSpec(*spec)
 
 
-@partial(jax.jit, static_argnames=("causal", "scale", "block_size"))  # see `hla_jax._compiled`
-def _compiled(inputs: Inputs, **options: Any) -> tuple[jax.Array, jax.Array]:
+# So that a call outside of jit compiles once, see `hla_jax._compiled`.
+@partial(jax.jit, static_argnames=("causal", "scale", "block_size"))
+def _sharded(inputs: Inputs, **options: Any) -> tuple[jax.Array, jax.Array]:
     run = partial(_in_blocks, **options)
     return left_to_the_compiler(run, inputs, lambda: _specs(inputs.q))
 

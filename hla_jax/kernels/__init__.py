@@ -53,8 +53,7 @@ def causal_linear(
     return _causal_linear(Operands(q, k, v, w, log_decay, P, m), options, squares=v is k)
 
 
-# Eager calls share one compiled program, for their loops would compile at each call. Not inlined, or
-# an eager `jax.grad` would compile the transposed loops at each call, on jax 0.10.
+# So that a call outside of jit compiles once, see `hla_jax._compiled`.
 @partial(jax.jit, static_argnames=("options", "squares"))
 def _causal_linear(x: Operands, options: Options, *, squares: bool) -> Results:
     return _sharded(x._replace(v=x.k) if squares else x, options)
