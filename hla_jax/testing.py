@@ -143,7 +143,7 @@ def check_causal(fn: Callable[..., Any], inputs: tuple[Any, ...], *, axis: int) 
       AssertionError: outputs of tokens before 1, after a change of the others: ...
     """
     # NumPy's arrays, for each length of a slice of JAX's would be compiled on its own.
-    inputs = jax.device_get(jax.tree.map(jnp.asarray, tuple(inputs)))
+    inputs = jax.tree.map(np.asarray, tuple(inputs))
     length = _length(inputs, axis, at_least=2)
     forward = jax.jit(fn)
     expected = jax.device_get(forward(*inputs))

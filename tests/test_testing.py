@@ -153,6 +153,17 @@ def test_a_causal_function_passes():
     testing.check_causal(linear_attention, make_tokens(), axis=0)
 
 
+def test_causality_compiles_two_programs_however_long_the_tokens_are():
+    compiled = []
+
+    def listen(event, *_, **__):
+        compiled.append(event) if "backend_compile" in event else None
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    testing.check_causal(lambda x: jnp.cumsum(x, 0), (np.ones((37, 2), np.float32),), axis=0)
+    assert len(compiled) == 2  # the outputs and the gradients
+
+
 def test_causality_of_integers_and_along_other_axes():
     ids = np.array([[3, 1, 2, 0]])
     testing.check_causal(lambda ids: jnp.cumsum(ids, -1), (ids,), axis=-1)

@@ -106,7 +106,8 @@ def test_eight_tpus_train_a_model_with_kernels_and_gather_no_tokens() -> None:
     moved = re.findall(r"= \(?(\w+)\[([\d,]*)\][^=]*? (?:all-gather|collective-permute)", text)
     shapes = [(kind, [int(n) for n in shape.split(",")]) for kind, shape in moved if "," in shape]
     weights = [shape for kind, shape in shapes if kind == "bf16"]
-    states = [shape for kind, shape in shapes if kind == "f32" and shape[-2:] == [64, 64]]
+    # A state and the log of its decay, in one array.
+    states = [shape for kind, shape in shapes if kind == "f32" and shape[-1] == 64 * 64 + 1]
     assert len(weights) > 10
     assert states
     assert not any({T, T // 2} & set(shape) for _, shape in shapes)
