@@ -4,11 +4,10 @@ from typing import TypeVar
 
 from jax import export
 
-Kind = TypeVar("Kind", bound=type)
+Kind = TypeVar("Kind")
 
 
-def exported(kind: Kind) -> Kind:
+def exported(kind: type[Kind]) -> type[Kind]:
     """Lets functions that take or return this NamedTuple be serialized by `jax.export`."""
-    return export.register_namedtuple_serialization(
-        kind, serialized_name=f"hla_jax.{kind.__name__}"
-    )
+    export.register_namedtuple_serialization(kind, serialized_name=f"hla_jax.{kind.__name__}")
+    return kind

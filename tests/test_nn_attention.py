@@ -10,6 +10,7 @@ from helpers import rms_error
 from hla_jax import nn
 from hla_jax.attention import patterns
 from hla_jax.models import TransformerLM
+from hla_jax.nn.mixer import random_key, wrapped_key
 
 F, H, T = 12, 4, 6
 
@@ -255,3 +256,19 @@ def test_a_language_model_refuses_layers_that_look_ahead():
             num_projected=2,
             rngs=nnx.Rngs(0),
         )
+
+
+@pytest.mark.parametrize("block_size", [2, 5, 40])
+def test_big_bird_keeps_the_blocks_of_its_key(block_size):
+    """Drawn once for the whole cache; tokens past it, which are padding, see none."""
+    own = dict(num_random=2, block_size=block_size)
+    layer = nn.BigBird(H, F, window=1, max_length=12, rngs=nnx.Rngs(0), **own)
+    key = wrapped_key(random_key(nnx.Rngs(0)))
+    drawn = patterns.big_bird(
+        key, window=1, global_positions=[0], num_heads=H, num_random=2, block_size=block_size
+    )
+    for T in (1, 4, 12, 17):
+        kept, wanted = (p.mask(T, causal=True) for p in (layer._pattern(), drawn))
+        np.testing.assert_array_equal(kept[:, :12], wanted[:, :12])
+    jaxpr = str(jax.make_jaxpr(lambda x: layer(x)[0])(features(B=1, T=1)))
+    assert "random" not in jaxpr

@@ -60,6 +60,18 @@ MISTAKES = [  # the argument that the error names, what is passed
     ("scale", {"scale": [1.0, 2.0]}),
     ("scale", {"scale": 1j}),
     ("eps", {"eps": [1.0, 2.0]}),
+    ("q", {"q": zeros(2, 6, 4, 3, dtype=jnp.float8_e4m3fn)}),
+    ("k", {"k": zeros(2, 6, 2, 3, dtype=np.int8)}),
+    ("q", {"q": zeros(2, 6, 0, 3)}),
+    ("k", {"k": zeros(2, 6, 0, 3), "v": zeros(2, 6, 0, 5)}),
+    ("q", {"q": zeros(2, 6, 4, 0), "k": zeros(2, 6, 2, 0)}),
+    ("v", {"v": zeros(2, 6, 2, 0)}),
+    ("log_decay", {"log_decay": False}),
+    ("log_decay", {"log_decay": 1}),
+    ("log_decay", {"log_decay": [1, 0]}),
+    ("log_decay", {"log_decay": -1j}),
+    ("scale", {"scale": True}),
+    ("eps", {"eps": np.bool_(False)}),
     ("feature_map", {"feature_map": (np.exp,) * 3}),
     ("feature_map", {"feature_map": "exp"}),
     ("feature_map", {"feature_map": lambda x: x.astype(int)}),
@@ -320,6 +332,79 @@ def test_a_step_names_what_is_wrong_with_its_own_arguments(no_type_checks, name)
         step(q[0, 0], k, v, None)
     with pytest.raises(TypeError, match="segment_ids"):
         step(q, k, v, None, segment_ids=np.zeros((2, 1), int))
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_whole_numbers_are_numbers(name):
+    def run(number, array):
+        decays = [number(-1), array([-1, 0], np.int8), jnp.asarray(array([-2, 0]))]
+        fn = jax.jit(operator(name), static_argnames=("scale", "eps"))
+        return [
+            fn(**make_inputs(name, 3), log_decay=d, scale=number(2), eps=number(1)) for d in decays
+        ]
+
+    whole = run(int, np.array)
+    floats = run(float, lambda x, *_: np.array(x, np.float32))
+    jax.tree.map(np.testing.assert_array_equal, whole, floats)
+
+
+def test_a_ridge_may_be_a_whole_number():
+    fn = jax.jit(hla.hla2, static_argnames="ridge")
+    x = make_inputs("hla2", 3)
+    jax.tree.map(np.testing.assert_array_equal, fn(**x, ridge=1), fn(**x, ridge=1.0))
+    with pytest.raises(ValueError, match="ridge must be real"):
+        jax.eval_shape(partial(hla.hla2, ridge=True), **RIGHT)
+
+
+SWAPPED = {n: x.swapaxes(-3, -2) for n, x in RIGHT.items()}
+LIKE_HEADS = SWAPPED | {"k": SWAPPED["q"], "v": SWAPPED["q"]}
+ALL = {
+    "hla2": hla.hla2,
+    "linear": hla.linear_attention,
+    "softmax": hla.attention.softmax_attention,
+    "flash": hla.attention.flash_attention,
+    "not causal": partial(hla.attention.flash_attention, causal=False),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_heads_before_tokens_are_recognised(no_type_checks, name):
+    hint = r"tokens come before heads, \[\*B, T, H, D\]"
+    inputs = SWAPPED if name != "not causal" else {n: x[:, :, :5] for n, x in SWAPPED.items()}
+    if name != "not causal":
+        with pytest.raises(ValueError, match=hint):
+            jax.eval_shape(ALL[name], **inputs)
+    for argument, array in (("mask", np.ones((2, 6), bool)), ("segment_ids", np.ones((2, 6), int))):
+        with pytest.raises(ValueError, match=rf"{argument} must .*{hint}"):
+            jax.eval_shape(ALL[name], **LIKE_HEADS, **{argument: array})
+    for wrong in (RIGHT | {"k": zeros(2, 7, 2, 3)}, RIGHT | {"v": zeros(2, 6, 1, 5)}):
+        with pytest.raises(ValueError, match=r"^(?!.*tokens come before heads)"):
+            jax.eval_shape(ALL[name], **wrong)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_a_step_speaks_of_its_own_arguments(no_type_checks, name):
+    _, state = jax.eval_shape(operator(name), **RIGHT)
+    state = jax.tree.map(lambda x: zeros(*x.shape), state)
+    q, k, v = (x[:, 0] for x in RIGHT.values())
+    step = operator(name, "_step")
+    wide = (np.pad(x, [(0, 0), (0, 0), (0, 1)]) for x in (q, k))
+    with pytest.raises(ValueError, match=r"^state\.k.*q_t \(2, 4, 4\)"):
+        step(*wide, v, state)
+    with pytest.raises(ValueError, match=r"^state must be None or of type \w+, got array"):
+        step(q, k, v, zeros(3))
+    with pytest.raises(ValueError, match=r"log_decay must broadcast to \[\*B, K\] = \(2, 2\)"):
+        step(q, k, v, state, log_decay=zeros(2, 3))
+    with pytest.raises(ValueError, match=r"mask must be bool of shape \(2,\)"):
+        step(q, k, v, state, mask=zeros(2, 1, dtype=bool))
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_options_that_do_not_exist_are_type_errors(no_type_checks, name):
+    with pytest.raises(TypeError, match=r"initial_state.* take feature_map, log_decay"):
+        operator(name, "_weights")(RIGHT["q"], RIGHT["k"], initial_state=None)
+    with pytest.raises(TypeError, match="windw"):
+        operator(name)(**RIGHT, windw=3)
 
 
 def test_padding_may_hold_any_decay():

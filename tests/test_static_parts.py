@@ -185,7 +185,14 @@ def test_layers_made_alike_are_equal(mixer):
     other |= {k: np.int64(v) for k, v in options.items() if type(v) is int}
     if "pattern" in options:
         other["pattern"] = pickle.loads(pickle.dumps(options["pattern"]))
-    b = layer(np.int64(H), np.int64(F), rngs=nnx.Rngs(0), param_dtype="float32", rotary_base=10_000, **other)
+    b = layer(
+        np.int64(H),
+        np.int64(F),
+        rngs=nnx.Rngs(0),
+        param_dtype="float32",
+        rotary_base=10_000,
+        **other,
+    )
     graphs = [nnx.graphdef(m) for m in (a, b)]
     assert graphs[0] == graphs[1]
     assert hash(graphs[0]) == hash(graphs[1])

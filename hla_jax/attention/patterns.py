@@ -221,7 +221,7 @@ def _global_among(positions: tuple[int, ...], length: int) -> tuple[Any, Any, Ca
     """All positions of a row, the global ones, and whether a position is one of them."""
     every = np.arange(length, dtype=np.int32)
     few = every[np.isin(every, positions)]
-    return every, few, lambda t: (t[..., None] == few).any(-1)
+    return every, few, lambda t: (t[..., None] == few.reshape(*[1] * t.ndim, -1)).any(-1)
 
 
 def strided(stride: int) -> Pattern:
@@ -323,8 +323,8 @@ def random_blocks(
       [1 1 1 1]
     """
     check_sizes(num_blocks=num_blocks, block_size=block_size, num_heads=num_heads)
-    key = _hashable(checked_key("key", key))
-    return Pattern(_Pieces(_random_blocks, (key, num_blocks, block_size, num_heads)))
+    kept = _hashable(checked_key("key", key))
+    return Pattern(_Pieces(_random_blocks, (kept, num_blocks, block_size, num_heads)))
 
 
 def _random_blocks(
@@ -392,7 +392,7 @@ class _Key:
 
     @property
     def array(self) -> jax.Array:
-        return jax.random.wrap_key_data(np.array(self.words, np.uint32), impl=self.kind)
+        return jax.random.wrap_key_data(jnp.array(self.words, jnp.uint32), impl=self.kind)
 
 
 @dataclass(frozen=True, eq=False)

@@ -136,7 +136,7 @@ def _side_by_side(
     held = _positions_held(positions[:, 0] - 1, jax.tree.leaves(cache)[0].shape[1])
     old = (held >= 0)[:, None] & (number == 0)[..., None]
     own = (number[:, :, None] == number[:, None, :]) & real[:, None]
-    own &= jnp.tri(own.shape[-1], dtype=bool)
+    own &= jnp.tri(own.shape[-1], dtype=bool)[None]
     entries = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), cache, new)
     held = jnp.concatenate([held, positions], axis=1)
     return View(entries, held, jnp.concatenate([old, own], axis=-1))
@@ -144,7 +144,7 @@ def _side_by_side(
 
 def _positions_held(last: Int[jax.Array, " B"], slots: int) -> Int[jax.Array, "B M"]:
     """The position held in each slot once `last` is in; negative if it is empty."""
-    return last[:, None] - (last[:, None] - jnp.arange(slots, dtype=last.dtype)) % slots
+    return last[:, None] - (last[:, None] - jnp.arange(slots, dtype=last.dtype)[None]) % slots
 
 
 def _check_length(tokens: Tokens, slots: int) -> None:

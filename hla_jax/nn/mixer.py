@@ -193,19 +193,21 @@ def refuse_unknown(layer: Mixer, unknown: dict[str, Any]) -> None:
         kind = type(layer).__name__
         raise TypeError(
             f"{kind} got unexpected options {', '.join(unknown)}; it takes "
-            f"{', '.join(_options_of(type(layer)))}. In a model of several kinds of layers, an "
-            f"option of one comes with it: functools.partial({kind}, ...)"
+            f"{', '.join(_options_of(type(layer)))}. In a model of several kinds of layers, give "
+            "an option of one kind with its class: "
+            f"functools.partial(hla_jax.nn.ThatLayer, {next(iter(unknown))}=...)"
         )
 
 
-def _options_of(kind: type) -> list[str]:
+def _options_of(kind: Any) -> list[str]:
     """The names of all keyword arguments, those behind `**options: Unpack[...]` too."""
     names = []
-    for parameter in inspect.signature(kind).parameters.values():
+    for parameter in inspect.signature(kind.__init__).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
             names.append(parameter.name)
-        for options in typing.get_args(parameter.annotation):
-            names += getattr(options, "__annotations__", {})
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            for options in typing.get_args(parameter.annotation):
+                names += options.__annotations__
     return names
 
 

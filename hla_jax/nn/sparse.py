@@ -231,15 +231,14 @@ class BigBird(Sparse):
 
     def _pattern(self) -> Pattern:
         if self.blocks is not None:
-            random = patterns.drawn_blocks(self.blocks[...], self.block_size)
-        else:
-            random = patterns.random_blocks(
-                wrapped_key(self.blocks_key),
-                num_blocks=self.num_random,
-                block_size=self.block_size,
-                num_heads=self.num_heads,
-            )
-        return self.pattern | random
+            return self.pattern | patterns.drawn_blocks(self.blocks[...], self.block_size)
+        assert self.blocks_key is not None  # one of them is there
+        return self.pattern | patterns.random_blocks(
+            wrapped_key(self.blocks_key),
+            num_blocks=self.num_random,
+            block_size=self.block_size,
+            num_heads=self.num_heads,
+        )
 
 
 @exported
@@ -320,7 +319,8 @@ class Longformer(Sparse):
         heads = o, self._global_queries(x, tokens), *entries.all
         (mask, _, _), (o, q, k, v), back = padding_moved_to_the_end(tokens, *heads)
         real = jnp.ones(x.shape[:2], bool) if mask is None else mask
-        seen = real[:, None] & (np.arange(x.shape[1]) <= few[:, None] if self.causal else True)
+        earlier = np.arange(x.shape[1]) <= few[:, None]
+        seen = real[:, None] & (earlier[None] if self.causal else True)
 
         def with_global_rows(rows: tuple[jax.Array, ...]) -> jax.Array:
             o, q, k, v, seen = rows

@@ -403,17 +403,18 @@ def _checked_tokens(q, k, v, *, tokens: str, one_width: bool, suffix: str = ""):
     before = {"T": "*B, T, ", "S": "*B, S, ", "": "*B, "}[tokens]
     ndim = 3 if tokens else 2
     names = [name + suffix for name in ("q", "k", "v")]
-    arrays = []
+    arrays: list[jax.Array] = []
     for name, x, own in zip(names, (q, k, v), ("H, D", "K, D", "K, E"), strict=True):
         arrays.append(x := checked(name, x, None, jnp.floating))
         if x.ndim < ndim:
             layout = f"[*B, T, {own}]" if tokens and x is arrays[0] else f"[{before}{own}]"
             raise ValueError(f"{name} must be {layout}, got shape {x.shape}")
-    problem = _misfit(*arrays, names, tokens=tokens, one_width=one_width)
+    q, k, v = arrays
+    problem = _misfit(q, k, v, names, tokens=tokens, one_width=one_width)
     if problem is not None:
-        hint = swapped_axes_hint(*arrays, one_length=tokens == "T") if tokens else ""
+        hint = swapped_axes_hint(q, k, v, one_length=tokens == "T") if tokens else ""
         raise ValueError(problem + hint)
-    return arrays
+    return q, k, v
 
 
 def _misfit(q, k, v, names, *, tokens: str, one_width: bool) -> str | None:
