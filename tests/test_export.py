@@ -8,10 +8,9 @@ import pytest
 from flax import nnx
 from jax import export
 from operators import FOUR, operator
-from test_nn import OPTIONS, F, features, make
+from test_nn import features, make
 
 import hla_jax as hla
-
 
 pytest.importorskip("flatbuffers")  # by which jax.export writes
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.dtypes import TypePromotionError
 from operators import FUNCTIONS, IMPLEMENTATIONS, operator
 from test_nn import OPTIONS, PLACES, F, make
 
@@ -92,14 +91,8 @@ ATTENTION = {
 }
 
 
-# Its loops promote: remove this where they no longer do.
-promotes = pytest.mark.xfail(strict=True, raises=(TypePromotionError, ValueError))
-
-
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=promotes if n == "flash" else ()) for n in ATTENTION]
-)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name, causal):
     options = {} if name == "linformer" else dict(causal=causal)
     traced(partial(ATTENTION[name], **options), *TYPES.values(), mask=MASK, segment_ids=IDS)
@@ -118,10 +111,7 @@ def test_feature_maps(name):
     traced(fn, TYPES["q"])
 
 
-@pytest.mark.parametrize(
-    "mixer",
-    [pytest.param(n, marks=promotes if n == "flash" else ()) for n in [*OPTIONS, "linformer"]],
-)
+@pytest.mark.parametrize("mixer", [*OPTIONS, "linformer"])
 def test_layers(mixer):
     if mixer == "linformer":
         layer = hla.nn.Linformer(4, F, num_projected=3, max_length=9, rngs=nnx.Rngs(0))

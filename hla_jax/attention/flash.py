@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from hla_jax._check import checked_int
 from hla_jax._sharding import left_to_the_compiler, vary_like
-from hla_jax._types import Keys, Mask, Outputs, Queries, SegmentIds, Values
+from hla_jax._types import Keys, Mask, Outputs, Queries, SegmentIds, Values, result_type
 from hla_jax.attention._inputs import Inputs, logit_scale, prepare
 
 # Measured on a CPU: larger tiles leave its cache, smaller ones are slow products.
@@ -131,9 +131,7 @@ def _in_blocks(
     *batch, T, H, _ = q.shape
     S, K, E = v.shape[-3:]
     if 0 in (*batch, T, S, H, E):
-        lse = jnp.full_like(
-            q, -jnp.inf, jnp.result_type(q, k, v, jnp.float32), shape=(*batch, T, H)
-        )
+        lse = jnp.full_like(q, -jnp.inf, result_type(q, k, v, jnp.float32), shape=(*batch, T, H))
         return jnp.zeros_like(q, v.dtype, (*batch, T, H, E)), lse
 
     def of_row(q, k, v, query_labels, key_labels):
@@ -176,7 +174,7 @@ def _attend(
     query_labels: Int[jax.Array, "n t"],
     key_labels: Int[jax.Array, "m s"],
 ) -> tuple[Float[jax.Array, "n t G E"], Float[jax.Array, "n t G"]]:
-    dtype = jnp.result_type(q, k, v, jnp.float32)
+    dtype = result_type(q, k, v, jnp.float32)
 
     def of_queries(block):
         i, q_i, labels_i = block
@@ -214,7 +212,7 @@ def _attend_backward(causal, scale, residuals, cotangents):
     d_out, d_lse = cotangents
     dtype = lse.dtype
     # The softmax's derivative is ds = p (dp - delta). A query without keys has none, not NaN.
-    delta = (d_out.astype(dtype) * out).sum(-1) - d_lse
+    delta = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - d_lse
     delta, lse = (jnp.where(lse == -jnp.inf, 0, x) for x in (delta, lse))
 
     def of_keys(dq, block):
@@ -248,10 +246,10 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _seen(causal: bool, i, j, query_labels, key_labels) -> Bool[jax.Array, "t s"]:
     """Which keys of block j each query of block i sees."""
-    seen = query_labels[:, None] == key_labels
+    seen = query_labels[:, None] == key_labels[None]
     if causal:
         size = len(query_labels)
-        seen &= (i - j) * size + jnp.arange(size)[:, None] >= jnp.arange(size)
+        seen &= (i - j) * size + jnp.arange(size)[:, None] >= jnp.arange(size)[None]
     return seen
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from hla_jax._check import checked, is_known
 from hla_jax._layout import Layout, divide, divide_parameter
-from hla_jax._types import Array, Mask, SegmentIds
+from hla_jax._types import Array, Mask, SegmentIds, result_type
 from hla_jax.models.blocks import (
     MIXERS,
     Block,
@@ -161,7 +161,7 @@ class TransformerLM(nnx.Module):
                 got = f"({', '.join(type(s).__name__ for s in state)})"
             if got != f"({', '.join(['MixerState'] * N)})":
                 raise ValueError(f"state must be None or a tuple of {N} MixerStates, got {got}")
-        tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
+        tokens = tokens.astype(result_type(tokens, jnp.int32))
         if mask is not None:
             mask = checked("mask", mask, tokens.shape, jnp.bool_)
             tokens = jnp.where(mask, tokens, 0)

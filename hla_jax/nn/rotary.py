@@ -2,7 +2,6 @@
 
 from decimal import Decimal, localcontext
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax import lax
 from jaxtyping import Float, Integer, UInt32
 
 from hla_jax._check import checked, known_number
-from hla_jax._types import Array
+from hla_jax._types import Array, result_type
 
 TWO_PI = Decimal("6.283185307179586476925286766559005768394338798750211641949889184615632812572")
 
@@ -48,7 +47,7 @@ def rotary(
     base = known_number("base", base)
     if not 0 < base < float("inf"):
         raise ValueError(f"base must be a positive number, got {base}")
-    half, dtype = x.shape[-1] // 2, jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    half, dtype = x.shape[-1] // 2, result_type(x, jnp.float32)
     angles = 2 * np.pi * _turns(positions, half, base, dtype)[..., None, :]  # [*B, T, 1, D // 2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b = (x[..., i : i + half].astype(dtype) for i in (0, half))
@@ -57,7 +56,7 @@ def rotary(
 
 
 def _turns(
-    positions: Integer[jax.Array, "*B T"], half: int, base: float, dtype: Any
+    positions: Integer[jax.Array, "*B T"], half: int, base: float, dtype: jnp.dtype
 ) -> Float[jax.Array, "*B T half"]:
     """Returns position * frequency in turns, less whole turns: in [-1/2, 1/2].
 
