@@ -16,8 +16,9 @@ import numpy as np
 import optax
 from jaxtyping import Bool, Float, Int
 
-from hla_jax._check import check_sizes, checked
-from hla_jax._types import Array
+from hla_jax._check import check_sizes, checked, is_known
+from hla_jax._types import Array, result_type
+from hla_jax.models._values import check_range, checked_lengths
 
 # The logarithm of 0: far below that of any path, and far above float32's lowest number.
 _LOG_ZERO = -1e30
@@ -44,17 +45,17 @@ def ctc_loss(
     Args:
       log_probs: [B, T, V], each frame's log-probabilities of the blank, 0, and the labels. They are
         normalised here, so logits will do.
-      frame_lengths: [B], integers: how many frames of each row count, the first ones.
-      labels: [B, N], integers in 1..V-1.
-      label_lengths: [B], integers: how many labels of each row count, the first ones.
+      frame_lengths: [B], integers in 0..T: how many frames of each row count, the first ones.
+      labels: [B, N], integers in 1..V-1 where they count.
+      label_lengths: [B], integers in 0..N: how many labels of each row count, the first ones.
 
     Returns:
       The losses [B], at least 0, in float32, or float64 if log_probs is; and [B], whether the row
       is feasible.
 
     Raises:
-      ValueError: an argument has a wrong shape or dtype, or a label that counts is not in 1..V-1.
-        Inside jit, where labels are not known, such a row is infeasible.
+      ValueError: an argument has a wrong shape or dtype, or a length or a label that counts is out
+        of its range. Inside jit, where values are not known, such a row is infeasible.
 
     Example:
       >>> import jax.numpy as jnp
@@ -65,33 +66,49 @@ def ctc_loss(
       5.0 [ True False]
     """
     log_probs = checked("log_probs", log_probs, None, jnp.floating)
-    labels = checked("labels", labels, None, jnp.integer)
+    given, labels = labels, checked("labels", labels, None, jnp.integer)
     if log_probs.ndim != 3 or labels.ndim != 2 or len(log_probs) != len(labels):
         raise ValueError(
             "log_probs and labels must be [B, T, V] and [B, N], "
             f"got {log_probs.shape} and {labels.shape}"
         )
     (B, T, V), N = log_probs.shape, labels.shape[1]
-    frame_lengths = checked("frame_lengths", frame_lengths, (B,), jnp.integer)
-    label_lengths = checked("label_lengths", label_lengths, (B,), jnp.integer)
-    real_frames = jnp.arange(T) < frame_lengths[:, None]
-    real_labels = jnp.arange(N) < label_lengths[:, None]
-    known = (((labels >= 1) & (labels < V)) | ~real_labels).all(1)
-    if not isinstance(known, jax.core.Tracer) and not known.all():
-        raise ValueError(f"labels must be in 1..{V - 1} where they count, got others")
+    frame_lengths = checked_lengths("frame_lengths", frame_lengths, B, T)
+    label_lengths = checked_lengths("label_lengths", label_lengths, B, N)
+    if is_known(label_lengths):
+        counts = np.arange(N) < np.asarray(label_lengths)[:, None]
+        check_range("labels", given, 1, V - 1, counts, which=" where they count")
+    return _loss(log_probs, frame_lengths, labels, label_lengths)
+
+
+@jax.jit
+def _loss(
+    log_probs: jax.Array, frame_lengths: jax.Array, labels: jax.Array, label_lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    (B, T, V), N = log_probs.shape, labels.shape[1]
+    # Wide enough to be compared with T, N and V.
+    frame_lengths, labels, label_lengths = (
+        x.astype(result_type(x.dtype, jnp.int32)) for x in (frame_lengths, labels, label_lengths)
+    )
+    real_frames = jnp.arange(T)[None] < frame_lengths[:, None]
+    real_labels = jnp.arange(N)[None] < label_lengths[:, None]
+    possible = (((labels >= 1) & (labels < V)) | ~real_labels).all(1)
+    possible &= (frame_lengths >= 0) & (frame_lengths <= T)
+    possible &= (label_lengths >= 0) & (label_lengths <= N)
     if T == 0:  # optax wants a frame, be it a padded one
         log_probs, real_frames = jnp.zeros((B, 1, V)), jnp.zeros((B, 1), bool)
-    dtype = jnp.promote_types(log_probs.dtype, jnp.float32)
+    dtype = result_type(log_probs.dtype, jnp.float32)
     # Numbers above log 0, because optax multiplies what a row does not need by 0.
     kept = jnp.maximum(jnp.where(real_frames[..., None], log_probs, 0).astype(dtype), _LOG_ZERO)
-    loss = optax.ctc_loss(
-        kept,
-        (~real_frames).astype(dtype),
-        jnp.where(real_labels, labels, 0),
-        (~real_labels).astype(dtype),
-        log_epsilon=_LOG_ZERO,
-    )
-    feasible = known & (loss < -_LOG_ZERO / 2)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        loss = optax.ctc_loss(
+            kept,
+            (~real_frames).astype(dtype),
+            jnp.where(real_labels, labels, 0),
+            (~real_labels).astype(dtype),
+            log_epsilon=_LOG_ZERO,
+        )
+    feasible = possible & (loss < -_LOG_ZERO / 2)
     # Near certainty, rounding may take the loss below 0.
     return jnp.where(feasible, jnp.maximum(loss, 0), 0).astype(dtype), feasible
 
@@ -106,13 +123,13 @@ def greedy_decode(log_probs: Float[Array, "B T V"], lengths: Int[Array, " B"]) -
 
     Args:
       log_probs: [B, T, V], as in `ctc_loss`.
-      lengths: [B], integers: how many frames of each row count.
+      lengths: [B], integers in 0..T: how many frames of each row count.
 
     Returns:
       For each row, a list of labels in 1..V-1.
 
     Raises:
-      ValueError: an argument has a wrong shape or dtype.
+      ValueError: an argument has a wrong shape or dtype, or a length is not in 0..T.
 
     Example:
       >>> import jax, numpy as np
@@ -145,14 +162,15 @@ def beam_decode(
 
     Args:
       log_probs: [B, T, V], as in `ctc_loss`.
-      lengths: [B], integers: how many frames of each row count.
+      lengths: [B], integers in 0..T: how many frames of each row count.
       beam_size: how many labellings are kept, at least 1.
 
     Returns:
       For each row, a list of labels in 1..V-1.
 
     Raises:
-      ValueError: an argument has a wrong shape or dtype, or beam_size is less than 1.
+      ValueError: an argument has a wrong shape or dtype, a length is not in 0..T, or beam_size is
+        less than 1.
 
     Example:
       >>> import numpy as np
@@ -204,8 +222,8 @@ def _rows(log_probs: Float[Array, "B T V"], lengths: Int[Array, " B"]) -> list[n
     frames = np.asarray(checked("log_probs", log_probs, None, jnp.floating), np.float64)
     if frames.ndim != 3:
         raise ValueError(f"log_probs must be [B, T, V], got {frames.shape}")
-    counts = checked("lengths", lengths, frames.shape[:1], jnp.integer)
-    return [row[: int(n)] for row, n in zip(frames, counts, strict=True)]
+    counts = np.asarray(checked_lengths("lengths", lengths, len(frames), frames.shape[1]))
+    return [row[:n] for row, n in zip(frames, counts, strict=True)]
 
 
 def _beam_search(log_probs: np.ndarray, beam_size: int) -> list[int]:

@@ -10,10 +10,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Integer, UInt8
 
+from hla_jax import _compiled
 from hla_jax._check import check_sizes, checked, checked_int, checked_key
 from hla_jax._export import exported
-from hla_jax._types import Array
+from hla_jax._types import Array, result_type
 from hla_jax.models import logistics
+from hla_jax.models._values import check_range
 from hla_jax.models.blocks import (
     CACHED,
     MIXERS,
@@ -124,7 +126,7 @@ class ImageModel(nnx.Module):
             kernel_init=nnx.initializers.variance_scaling(0.01, "fan_in", "normal"),
             bias_init=_spread,
             # In bfloat16 the means of neighbouring values would be one number.
-            dtype=jnp.promote_types(dtype or param_dtype, jnp.float32),
+            dtype=result_type(dtype or param_dtype, jnp.float32),
             param_dtype=param_dtype,
             rngs=rngs,
         )
@@ -141,7 +143,8 @@ class ImageModel(nnx.Module):
         """The mixture of the value after each token, and the state after the last token.
 
         Args:
-          tokens: [B, T], integers: `START` (256), then the image's values in raster order.
+          tokens: [B, T], integers: `START` (256), then the image's values in raster order. Others
+            than 0..256 are an error where they are known; inside jit, they make parameters NaN.
           state: what the model returned for the tokens before; None is the beginning.
 
         Returns:
@@ -149,18 +152,22 @@ class ImageModel(nnx.Module):
           follows a whole image), and the state.
 
         Raises:
-          ValueError: an argument has a wrong shape or dtype, or T is more than N.
+          ValueError: an argument has a wrong shape, dtype or value, or T is more than N.
         """
-        tokens = checked("tokens", tokens, None, jnp.integer).astype(jnp.int32)
+        given, tokens = tokens, checked("tokens", tokens, None, jnp.integer)
         if tokens.ndim != 2 or tokens.shape[1] > self.num_tokens:
             raise ValueError(f"tokens must be [B, T], T <= {self.num_tokens}, got {tokens.shape}")
+        check_range("tokens", given, 0, START)
         if state is not None and not isinstance(state, ImageState):
             raise ValueError(f"state must be None or an ImageState, got a {type(state).__name__}")
         if state is not None and len(state.blocks) != len(self.blocks):
             raise ValueError(f"state must have {len(self.blocks)} blocks, got {len(state.blocks)}")
         position, before = (jnp.int32(0), None) if state is None else state
         T = tokens.shape[1]
-        x = self.embed(tokens) + self.positions(position + jnp.arange(T, dtype=jnp.int32))
+        tokens = tokens.astype(result_type(tokens.dtype, jnp.int32))
+        exists = (tokens >= 0) & (tokens <= START)
+        x = jnp.where(exists[..., None], self.embed(tokens), jnp.nan)
+        x += self.positions(position + jnp.arange(T, dtype=jnp.int32))[None]
         x, after = run_blocks(self.blocks, x, before)
         return self.head(self.norm(x)), ImageState(position + T, after)
 
@@ -229,7 +236,8 @@ class ImageModel(nnx.Module):
             return jnp.asarray(images)
         graph, variables = nnx.split(self)
         known = values[:, : rows * width * channels]
-        return _complete(graph, variables, known, key).reshape(images.shape)
+        drawn = _compiled.call(_complete, variables, known, key, graph=graph)
+        return drawn.reshape(images.shape)
 
     def _values(self, images: Any) -> jax.Array:
         # The images as sequences, uint8 [B, N].
@@ -255,7 +263,11 @@ def _spread(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Float[j
 
 @partial(jax.jit, static_argnames="graph")
 def _complete(
-    graph: nnx.GraphDef[ImageModel], variables: Any, known: UInt8[jax.Array, "B n"], key: jax.Array
+    variables: Any,
+    known: UInt8[jax.Array, "B n"],
+    key: jax.Array,
+    *,
+    graph: nnx.GraphDef[ImageModel],
 ) -> UInt8[jax.Array, "B N"]:
     model = nnx.merge(graph, variables)
     tokens = _after_start(known)

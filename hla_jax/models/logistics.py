@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Integer, UInt8
 
 from hla_jax._check import checked
-from hla_jax._types import Array
+from hla_jax._types import Array, result_type
 
 # Log-scales beyond these are taken as these, so that exp and its products stay finite.
 LARGEST_LOG_SCALE = 30.0
@@ -108,6 +108,6 @@ def _components(parameters: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     parameters = checked("parameters", parameters, None, jnp.floating)
     if parameters.ndim == 0 or parameters.shape[-1] % 3 or parameters.shape[-1] == 0:
         raise ValueError(f"parameters must be [*B, 3 M] with M >= 1, got {parameters.shape}")
-    parameters = parameters.astype(jnp.promote_types(parameters.dtype, jnp.float32))
+    parameters = parameters.astype(result_type(parameters.dtype, jnp.float32))
     logits, means, log_scales = jnp.split(parameters, 3, axis=-1)
     return logits, means, jnp.clip(log_scales, -LARGEST_LOG_SCALE, LARGEST_LOG_SCALE)

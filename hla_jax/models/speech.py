@@ -13,9 +13,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Float32, Float64, Int
 
-from hla_jax import nn
+from hla_jax import _compiled, nn
 from hla_jax._check import check_sizes, checked
-from hla_jax._types import Array
+from hla_jax._types import Array, result_type
+from hla_jax.models._values import checked_lengths
 from hla_jax.models.blocks import Block, Mixers, make_mixers
 from hla_jax.nn.mixer import Tokens
 
@@ -122,7 +123,7 @@ def log_mel(
     filters = _mel_filters(num_filters, points, sample_rate)
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / size)
     starts = np.arange(0, samples.shape[-1] - size + 1, step)
-    dtype = jnp.promote_types(samples.dtype, jnp.float32)
+    dtype = result_type(samples.dtype, jnp.float32)
     frames = samples[..., starts[:, None] + np.arange(size)] * jnp.asarray(hann, dtype)
     energy = jnp.square(jnp.abs(jnp.fft.rfft(frames, points)))
     bands = jnp.matmul(energy, jnp.asarray(filters, dtype), precision=jax.lax.Precision.HIGHEST)
@@ -177,12 +178,13 @@ class BiLSTM(nn.Mixer):
         if x.shape[1] == 0:  # a scan over nothing is an error where jit is disabled
             return x, None
         real = jnp.ones(x.shape[:2], bool) if tokens.mask is None else tokens.mask
-        dtype = jnp.dtype(self.dtype or jnp.result_type(x, self.param_dtype))
-        zeros = jnp.zeros((len(x), self.in_features // 2), jnp.promote_types(dtype, jnp.float32))
-        y = [
-            _read(self.forwards, x, real, zeros, reverse=False),
-            _read(self.backwards, x, real, zeros, reverse=True),
-        ]
+        dtype = jnp.dtype(self.dtype or result_type(x, self.param_dtype))
+        zeros = jnp.zeros((len(x), self.in_features // 2), result_type(dtype, jnp.float32))
+        y = []
+        for cell, reverse in [(self.forwards, False), (self.backwards, True)]:
+            graph, weights = nnx.split(cell)
+            options = dict(graph=graph, reverse=reverse)
+            y.append(_compiled.call(_read, weights, x, real, zeros, **options))
         return jnp.concatenate(y, axis=-1).astype(dtype), None
 
 
@@ -287,19 +289,21 @@ class CTCEncoder(nnx.Module):
 
         Args:
           features: [B, T, in_features], as from `log_mel`.
-          lengths: [B], integers: how many frames of each row count, the first ones.
+          lengths: [B], integers in 0..T: how many frames of each row count, the first ones. Inside
+            jit, where they are not known, others are not an error.
 
         Returns:
           [B, ceil(T / subsampling), V], in float32, or float64 if the computation is, the blank
           first, of no meaning past a row's length; and the lengths, ceil(lengths / subsampling).
 
         Raises:
-          ValueError: an argument has a wrong shape or dtype; the message names it.
+          ValueError: an argument has a wrong shape, dtype or value; the message names it.
         """
         x = checked("features", features, None, jnp.floating)
         if x.ndim != 3 or x.shape[-1] != self.in_features:
             raise ValueError(f"features must be [B, T, {self.in_features}], got {x.shape}")
-        lengths = checked("lengths", lengths, x.shape[:1], jnp.integer)
+        lengths = checked_lengths("lengths", lengths, *x.shape[:2])
+        lengths = lengths.astype(result_type(lengths.dtype, jnp.int32))
         x = jnp.where(_mask(x, lengths)[..., None], x, 0)
         for convolution in self.convolutions:
             lengths = (lengths + 1) // 2
@@ -310,7 +314,7 @@ class CTCEncoder(nnx.Module):
         for layer in self.layers:
             x, _ = layer(x, mask=mask)
         logits = self.head(self.norm(x))
-        dtype = jnp.promote_types(logits.dtype, jnp.float32)
+        dtype = result_type(logits.dtype, jnp.float32)
         return jax.nn.log_softmax(logits.astype(dtype)), lengths
 
 
@@ -332,15 +336,18 @@ def _mel_filters(
     return filters
 
 
+@partial(jax.jit, static_argnames=("graph", "reverse"))
 def _read(
-    cell: nnx.OptimizedLSTMCell,
+    weights: Any,
     x: Float[jax.Array, "B T F"],
     real: Bool[jax.Array, "B T"],
     start: Float[jax.Array, "B cells"],
     *,
+    graph: nnx.GraphDef[nnx.OptimizedLSTMCell],
     reverse: bool,
 ) -> Float[jax.Array, "B T cells"]:
     """The outputs of an LSTM that steps over what is not real."""
+    cell = nnx.merge(graph, weights)
     Carry = tuple[jax.Array, jax.Array]
 
     def step(carry: Carry, token: tuple[jax.Array, jax.Array]) -> tuple[Carry, jax.Array]:
@@ -354,4 +361,4 @@ def _read(
 
 
 def _mask(x: Float[jax.Array, "B T _"], lengths: Int[jax.Array, " B"]) -> jax.Array:
-    return jnp.arange(x.shape[1]) < lengths[:, None]
+    return jnp.arange(x.shape[1])[None] < lengths[:, None]
