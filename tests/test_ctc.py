@@ -1,5 +1,6 @@
 """CTC against the definition: all paths, one by one."""
 
+from functools import partial
 from itertools import groupby, product
 
 import jax
@@ -150,7 +151,12 @@ def test_wrong_arguments_are_named(no_type_checks):
         r"log_probs and labels must be .* got \(4, 3\)": dict(log_probs=LOGITS[0]),
         "frame_lengths must be integer of shape": dict(frame_lengths=FRAMES[1:]),
         "label_lengths must be integer of shape": dict(label_lengths=LENGTHS * 1.0),
-        r"labels must be in 1\.\.2 where they count": dict(labels=LABELS + 1),
+        r"labels must be in 1\.\.2 where they count, got 3": dict(labels=LABELS + 1),
+        r"labels must be in 1\.\.2 .* got 4294967297": dict(labels=LABELS + 2**32),
+        r"frame_lengths must be in 0\.\.4, got 9": dict(frame_lengths=np.full(B, 9)),
+        r"frame_lengths must be in 0\.\.4, got -1": dict(frame_lengths=FRAMES - 1),
+        r"label_lengths must be in 0\.\.3, got 4": dict(label_lengths=LENGTHS + 1),
+        r"label_lengths must be in 0\.\.3, got -1": dict(label_lengths=LENGTHS - 1),
     }.items():
         with pytest.raises(ValueError, match=message):
             ctc_loss(**good | wrong)
@@ -158,6 +164,10 @@ def test_wrong_arguments_are_named(no_type_checks):
         greedy_decode(LOGITS[0], FRAMES)
     with pytest.raises(ValueError, match="lengths must be integer of shape"):
         greedy_decode(LOGITS, FRAMES[1:])
+    for length in (-1, T + 1):
+        for decode in (greedy_decode, partial(beam_decode, beam_size=2)):
+            with pytest.raises(ValueError, match=rf"lengths must be in 0\.\.4, got {length}"):
+                decode(LOGITS, np.full(B, length))
     with pytest.raises(ValueError, match="beam_size must be an integer at least 1"):
         beam_decode(LOGITS, FRAMES, 0)
     with pytest.raises(ValueError, match="as many rows as references, 2, got 1"):
@@ -170,3 +180,24 @@ def test_a_label_that_is_not_one_makes_its_row_infeasible_inside_jit():
     (_, (loss, feasible)), _ = value_and_gradient(LOGITS, FRAMES, LABELS + 1, LENGTHS)
     assert feasible.tolist() == [False, False, False, False, True, True, False]
     assert np.isfinite(loss).all()
+
+
+@pytest.mark.parametrize("name", ["frame_lengths", "label_lengths"])
+def test_a_length_that_is_not_one_makes_its_row_infeasible_inside_jit(name):
+    lengths = dict(frame_lengths=FRAMES, label_lengths=LENGTHS)
+    lengths[name] = np.where(np.arange(B) % 2, lengths[name], [-1, 0, 9, 0, 9, 0, -1])
+    (_, (loss, feasible)), gradient = value_and_gradient(
+        LOGITS, lengths["frame_lengths"], LABELS, lengths["label_lengths"]
+    )
+    assert feasible.tolist() == [f and b % 2 == 1 for b, f in enumerate(FEASIBLE)]
+    assert not np.asarray(loss)[::2].any()
+    assert not np.asarray(gradient)[::2].any()
+
+
+def test_small_integers_are_not_compared_as_such():
+    """300 symbols and frames are more than 8 bits hold."""
+    arrays = np.zeros((1, 300, 300), np.float32), [200], [[1, 255]], [2]
+    want, _ = jitted(*(np.asarray(a) for a in arrays))
+    got, feasible = jitted(arrays[0], *(np.asarray(a, np.uint8) for a in arrays[1:]))
+    assert feasible[0]
+    assert got == want

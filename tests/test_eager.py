@@ -34,6 +34,7 @@ packed = dict(
 x = jax.random.normal(jax.random.key(2), (1, T, F))
 tokens = jnp.arange(T)[None] % V
 log_probs = jax.nn.log_softmax(jax.random.normal(jax.random.key(3), (2, 9, 5)))
+image = np.zeros((1, 3, 2, 2), np.uint8)
 labels = jnp.array([9, 7]), jnp.array([[1, 2], [3, 0]]), jnp.array([2, 1])
 token_arrays = q[0, :, 0], k[0, :, 0], v[0, :, 0], log_decay[0, :, 0]
 favor = feature_maps.favor_plus(jax.random.key(0), 4, 8)
@@ -68,6 +69,23 @@ def layer(name, **options):
 def model(**options):
     sizes = dict(num_layers=2, num_heads=2, features=F)
     return models.TransformerLM(V, **sizes, **options, rngs=nnx.Rngs(0))
+
+
+@cache
+def bilstm():
+    return BiLSTM(F, rngs=nnx.Rngs(0))
+
+
+@cache
+def encoder():
+    sizes = dict(num_layers=1, features=F, in_features=F, subsampling=2)
+    return models.CTCEncoder(V, mixer="bilstm", **sizes, rngs=nnx.Rngs(0))
+
+
+@cache
+def images():
+    sizes = dict(num_layers=1, num_heads=2, features=F, num_logistics=2)
+    return models.ImageModel(image.shape[1:], **sizes, rngs=nnx.Rngs(0))
 
 
 def call(make, *inputs):
@@ -127,7 +145,12 @@ CALLS = {
     **{f"gradient of model {n}": model_gradient(**o) for n, o in MODELS.items()},
     "init_state": lambda: model(scan=True).init_state(2),
     "generate": lambda: models.generate(model(), tokens, max_new_tokens=2, temperature=0),
-    "BiLSTM": call(cache(lambda: BiLSTM(F, rngs=nnx.Rngs(0))), x),
+    "sample": lambda: models.sample(x, jax.random.key(0), top_p=np.full((1, T), 0.9)),
+    "BiLSTM": call(bilstm, x),
+    "gradient of BiLSTM": lambda: nnx.grad(lambda m: m(x)[0].sum())(bilstm()),
+    "CTCEncoder": call(encoder, x, np.array([T - 3])),
+    "log_mel": lambda: models.log_mel(np.zeros((1, 900)), 8000),
+    "complete": lambda: images().complete(image, 1, jax.random.key(0)),
     "ctc_loss": lambda: models.ctc_loss(log_probs, *labels),
     "gradient of ctc_loss": gradient(lambda a: models.ctc_loss(a, *labels)[0], log_probs),
     **{f"scan.{n}": partial(engine(n), token_arrays) for n in ("serial", "associative", "chunked")},

@@ -193,6 +193,16 @@ def test_a_value_after_the_last_is_nan():
     assert np.isnan(step(model, state._replace(position=jnp.int32(N)))).all()
 
 
+@pytest.mark.parametrize("token", [-1, START + 1])
+def test_a_token_that_does_not_exist_is_an_error_and_in_jit_a_nan(token):
+    model, tokens = make(), np.array([[START, 7, token]])
+    with pytest.raises(ValueError, match=rf"tokens must be in 0\.\.256, got {token}"):
+        model(tokens)
+    parameters = np.asarray(whole(model, tokens))
+    assert np.isfinite(parameters[:, :2]).all()
+    assert np.isnan(parameters[:, 2]).all()
+
+
 def test_wrong_arguments_are_named(no_type_checks):
     def not_causal(**options):
         return nn.SoftmaxAttention(causal=False, **options)
@@ -210,6 +220,7 @@ def test_wrong_arguments_are_named(no_type_checks):
         "key must be one PRNG key": lambda: model.complete(images, 2, 0),
         "batch_size must be an integer at least 1": lambda: model.sample(KEY, 0),
         r"tokens must be \[B, T\], T <= 16, got \(2, 17\)": lambda: model(jnp.zeros((2, 17), int)),
+        r"tokens must be in 0\.\.256, got 4294967296": lambda: model(np.full((2, 3), 2**32)),
         "tokens must be integer, got float32": lambda: model(jnp.zeros((2, 3))),
         "state must be None or an ImageState, got a tuple": lambda: model(
             jnp.zeros((2, 1), int), (1, 2)

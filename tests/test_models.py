@@ -12,6 +12,7 @@ from flax import nnx
 from helpers import rms_error
 
 from hla_jax import nn
+from hla_jax.attention import patterns
 from hla_jax.models import TransformerLM, generate, sample
 
 V = 8
@@ -168,6 +169,146 @@ class TestSample:
     def test_frequencies_are_the_chosen_probabilities(self, options, want):
         np.testing.assert_allclose(self.frequencies(**options), want, atol=0.03)
 
+    def test_each_row_has_its_own_temperature_and_p(self):
+        rows = np.random.default_rng(0).normal(size=(2, 3, 6)) / 4
+        rows[0, 1, 2] = rows[1, :, 5] = -np.inf
+        temperature = np.array([[0.5, 1, 2], [0, 0.3, 1]])
+        top_p = np.array([[0.3, 0.6, 0.9], [1, 1, 0.5]])
+        options = dict(temperature=temperature, top_p=jnp.asarray(top_p))
+        draw = jax.jit(jax.vmap(lambda key: sample(jnp.asarray(rows), key, **options)))
+        drawn = np.asarray(draw(jax.random.split(KEY, 400)))
+        for b in np.ndindex(2, 3):
+            assert {*drawn[:, *b].tolist()} == naive_choice(rows[b], temperature[b], top_p[b]), b
+
+    @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, np.float32(1e-38)])
+    def test_a_tiny_temperature_takes_the_most_likely_token(self, temperature):
+        rows = jnp.array([[1.0, 1.5, 2.0, -3.0], [300, 100, 200, -jnp.inf], [-7, -5, -6, -8]])
+        draw = jax.vmap(lambda key: sample(rows, key, temperature=temperature))
+        assert {*map(tuple, draw(jax.random.split(KEY, 50)).tolist())} == {(2, 0, 1)}
+
+    def test_extremes(self):
+        """A token of -inf is never chosen, one of inf always; a p of 1 leaves no token out."""
+        rows = jnp.array([[0.0, -jnp.inf], [0.0, jnp.inf]])
+        draw = jax.vmap(partial(sample, rows, temperature=jnp.inf))
+        assert {*map(tuple, draw(jax.random.split(KEY, 50)).tolist())} == {(0, 1)}
+        flat = jnp.zeros((20000,))
+        kept, every = (sample(flat, KEY, **options) for options in (dict(top_p=1), dict()))
+        assert kept == every
+
+    def test_logits_of_64_bits_are_compared_in_64_bits(self, x64):
+        rows = np.array([[1, 1 + 1e-12], [1, 1 - 1e-12]])
+        assert sample(rows, KEY, temperature=0).tolist() == [1, 0]
+        assert sample(rows, KEY, top_k=1).tolist() == [1, 0]
+
+    @pytest.mark.parametrize("name", ["temperature", "top_p"])
+    def test_a_number_is_one_of_any_kind_or_one_for_each_row(self, name, no_type_checks):
+        rows = jnp.zeros((3, 3)) + self.logits[:3]
+        want = sample(rows, KEY, **{name: 0.5})
+        for number in (np.float32(0.5), np.float64(0.5), jnp.array(0.5), np.array(0.5, np.float16)):
+            np.testing.assert_array_equal(sample(rows, KEY, **{name: number}), want)
+            each = np.full(3, number)
+            np.testing.assert_array_equal(sample(rows, KEY, **{name: each}), want)
+        assert sample(rows, KEY, **{name: 1}).shape == (3,)
+        for shape in [(3, 1), (1, 3), (1,), (2,), (3, 3), (1, 1)]:
+            with pytest.raises(ValueError, match=rf"{name} must be a number or of shape \(3,\)"):
+                sample(rows, KEY, **{name: np.full(shape, 0.5)})
+            with pytest.raises(ValueError, match=rf"{name} must be a number or of shape \(3,\)"):
+                jax.eval_shape(lambda x: sample(rows, KEY, **{name: x}), np.full(shape, 0.5))
+        with pytest.raises(ValueError, match=rf"{name} must be a number or of shape \(\)"):
+            sample(self.logits, KEY, **{name: np.full(4, 0.5)})
+
+    @pytest.mark.parametrize(
+        ("name", "wanted", "wrong"),
+        [
+            ("temperature", "at least 0", (-1, -1e-50, np.nan)),
+            ("top_p", r"in \(0, 1\]", (-1, 0, 1.5, 1 + 1e-12, np.nan)),
+        ],
+    )
+    def test_a_number_out_of_its_range_is_refused_where_it_is_known(
+        self, name, wanted, wrong, no_type_checks
+    ):
+        for number in wrong:
+            with pytest.raises(ValueError, match=f"{name} must be {wanted}, got"):
+                jax.eval_shape(lambda key, n=number: sample(self.logits, key, **{name: n}), KEY)
+            for kind in (float, np.float32, jnp.float32, lambda x: np.array([0.5, x])):
+                if number not in (-1e-50, 1 + 1e-12) or kind is float:
+                    with pytest.raises(ValueError, match=f"{name} must be {wanted}, got"):
+                        sample(jnp.zeros((2, 4)), KEY, **{name: kind(number)})
+        for other in ("warm", True, 1j):
+            with pytest.raises(ValueError, match=f"{name} must be"):
+                sample(self.logits, KEY, **{name: other})
+        assert jax.jit(lambda x: sample(self.logits, KEY, **{name: x}))(-1.0).shape == ()
+
+    def test_logits_are_checked(self, no_type_checks):
+        for wrong, message in [
+            (jnp.zeros(4, int), "logits must be floating"),
+            (jnp.float32(1), r"logits must be \[\*B, V\] with V >= 1, got \(\)"),
+            (jnp.zeros((2, 0)), r"logits must be \[\*B, V\] with V >= 1, got \(2, 0\)"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                sample(wrong, KEY)
+
+
+def naive_choice(logits, temperature, top_p):
+    """The tokens that may be chosen."""
+    if temperature == 0:
+        return {int(logits.argmax())}
+    p = np.exp(logits / temperature)
+    kept, total = set(), 0.0
+    for token in np.argsort(-p):
+        if p[token] > 0 and total < top_p:
+            kept.add(int(token))
+        total += p[token] / p.sum()
+    return kept
+
+
+def test_each_row_is_continued_with_its_own_temperature_and_p():
+    model, prompt = make(), random_tokens(3, 4)
+    run = partial(generate, model, prompt, max_new_tokens=6)
+    got = run(key=KEY, temperature=np.array([0, 3.0, 3]), top_p=jnp.array([1, 1, 1e-6]))
+    free, greedy = run(key=KEY, temperature=3, top_p=1), run(temperature=np.zeros(3), top_p=1)
+    assert (free[1] != greedy[1]).any()
+    np.testing.assert_array_equal(got, jnp.stack([greedy[0], free[1], greedy[2]]))
+
+
+CACHED = {
+    "softmax": {},
+    "flash": {},
+    "mla": {},
+    "sparse": dict(pattern=patterns.sliding_window(4)),
+    "longformer": dict(window=4),
+    "big_bird": {},
+    "reformer": {},
+}
+
+
+@pytest.mark.parametrize(
+    "mixer", ["softmax", *(pytest.param(m, marks=pytest.mark.slow) for m in [*CACHED][1:])]
+)
+def test_a_cache_has_room_for_what_is_not_padding(mixer):
+    """Five real tokens of 40 and four new ones are 9; the last of these is not read."""
+    model = make(mixer, max_length=8, **CACHED[mixer])
+    prompt = random_tokens(2, 5)
+    mask = np.zeros((2, 40), bool)
+    mask[0, [3, 4, 20, 38, 39]] = mask[1, [0, 1, 2, 3, 30]] = True
+    padded = np.full(mask.shape, -5)
+    padded[mask] = prompt.ravel()
+    want, got = call(model, prompt)[0], call(model, padded, None, mask)[0]
+    assert rms_error(got[mask], want.reshape(-1, V)) < 1e-5
+    options = dict(max_new_tokens=4, temperature=0)
+    got = generate(model, padded, prompt_mask=mask, **options)
+    np.testing.assert_array_equal(got, generate(model, prompt, **options))
+    with pytest.raises(ValueError, match=r"5 \+ 5 tokens, more than the model's max_length=8"):
+        generate(model, padded, prompt_mask=mask, max_new_tokens=5, temperature=0)
+
+    def traced(mask):
+        return generate(model, padded, prompt_mask=mask, **options)
+
+    with pytest.raises(ValueError, match=r"40 \+ 4 tokens, more than"):
+        jax.eval_shape(traced, mask)
+    # A mask that is known inside jit counts as one that is known.
+    assert jax.eval_shape(lambda: traced(mask)).shape == (2, 4)
+
 
 def test_an_untied_head_and_a_mixer_of_ones_own():
     def mixer(**options):
@@ -218,6 +359,17 @@ def test_wrong_arguments_are_named(no_type_checks):
         "stop_token must be .* got 'a'": dict(max_new_tokens=1, stop_token="a", key=KEY),
         "key must be one PRNG key, .* got int32": dict(max_new_tokens=1, key=0),
         r"key must be one PRNG key, .* \(2,\)": dict(max_new_tokens=1, key=jax.random.split(KEY)),
+        "temperature must be at least 0, got -1.0": dict(
+            max_new_tokens=1, temperature=-1.0, key=KEY
+        ),
+        r"temperature must .* shape \(1,\), got": dict(
+            max_new_tokens=1, temperature=np.ones(8), key=KEY
+        ),
+        "key must be given unless": dict(max_new_tokens=1, temperature=np.ones(1)),
+        r"top_p must be in \(0, 1\], got 1.5": dict(max_new_tokens=1, top_p=1.5, key=KEY),
+        r"top_p must be in \(0, 1\], got \[-1.\]": dict(
+            max_new_tokens=1, top_p=-np.ones(1), key=KEY
+        ),
         "prompt_mask must be bool": dict(prompt_mask=prompt > 9, max_new_tokens=1, temperature=0),
     }.items():
         if "prompt_mask" in options:
@@ -226,6 +378,9 @@ def test_wrong_arguments_are_named(no_type_checks):
             generate(model, prompt, **options)
     with pytest.raises(ValueError, match="a row is all padding"):
         generate(model, prompt, prompt_mask=prompt > 9, max_new_tokens=1, temperature=0)
+    for token in (-1, 8, 2**32 + 1):  # the last one is 1 in int32
+        with pytest.raises(ValueError, match=rf"prompt must be in 0\.\.7 .*, got {token}"):
+            generate(model, np.array([[1, token]]), max_new_tokens=1, temperature=0)
     with pytest.raises(ValueError, match="prompt must be"):
         generate(model, prompt[:, :0], max_new_tokens=1, temperature=0)
     with pytest.raises(ValueError, match="tokens must be integers"):

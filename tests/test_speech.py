@@ -191,6 +191,11 @@ def test_no_frames_and_64_bits_are_served(x64):
     assert lengths.tolist() == [0]
 
 
+def test_lengths_may_be_of_8_bits():
+    _, lengths = make("bilstm", subsampling=2)(np.zeros((1, 255, 5)), np.array([255], np.uint8))
+    assert lengths.tolist() == [128]
+
+
 def test_an_encoder_learns_to_read_labels_that_nobody_aligned():
     """Each label is a sound of 2 to 5 frames; 8 rows of 4 labels."""
     sounds, labels = rng.standard_normal((4, 5)), rng.integers(1, 4, (8, 4))
@@ -234,6 +239,8 @@ def test_wrong_arguments_are_named(no_type_checks):
         r"features must be \[B, T, 5\], got \(3, 9, 4\)": (X[..., 1:], LENGTHS),
         "features must be floating": (X.astype(int), LENGTHS),
         "lengths must be integer of shape": (X, LENGTHS[1:]),
+        r"lengths must be in 0\.\.9, got 10": (X, LENGTHS + 1),
+        r"lengths must be in 0\.\.9, got -1": (X, LENGTHS - 1),
     }.items():
         with pytest.raises(ValueError, match=message):
             model(*arguments)

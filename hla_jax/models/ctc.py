@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 
 from hla_jax._check import check_sizes, checked, is_known
 from hla_jax._types import Array, result_type
@@ -26,9 +26,9 @@ _LOG_ZERO = -1e30
 
 def ctc_loss(
     log_probs: Float[Array, "B T V"],
-    frame_lengths: Int[Array, " B"],
-    labels: Int[Array, "B N"],
-    label_lengths: Int[Array, " B"],
+    frame_lengths: Integer[Array, " B"],
+    labels: Integer[Array, "B N"],
+    label_lengths: Integer[Array, " B"],
 ) -> tuple[Float[jax.Array, " B"], Bool[jax.Array, " B"]]:
     """Minus the log-probability of each row's labels; 0 and a flag where no path spells them.
 
@@ -90,8 +90,8 @@ def _loss(
     frame_lengths, labels, label_lengths = (
         x.astype(result_type(x.dtype, jnp.int32)) for x in (frame_lengths, labels, label_lengths)
     )
-    real_frames = jnp.arange(T)[None] < frame_lengths[:, None]
-    real_labels = jnp.arange(N)[None] < label_lengths[:, None]
+    real_frames = jnp.arange(T, dtype=frame_lengths.dtype)[None] < frame_lengths[:, None]
+    real_labels = jnp.arange(N, dtype=label_lengths.dtype)[None] < label_lengths[:, None]
     possible = (((labels >= 1) & (labels < V)) | ~real_labels).all(1)
     possible &= (frame_lengths >= 0) & (frame_lengths <= T)
     possible &= (label_lengths >= 0) & (label_lengths <= N)
@@ -100,6 +100,7 @@ def _loss(
     dtype = result_type(log_probs.dtype, jnp.float32)
     # Numbers above log 0, because optax multiplies what a row does not need by 0.
     kept = jnp.maximum(jnp.where(real_frames[..., None], log_probs, 0).astype(dtype), _LOG_ZERO)
+    # Whatever the user has set, for optax promotes.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         loss = optax.ctc_loss(
             kept,
@@ -113,7 +114,9 @@ def _loss(
     return jnp.where(feasible, jnp.maximum(loss, 0), 0).astype(dtype), feasible
 
 
-def greedy_decode(log_probs: Float[Array, "B T V"], lengths: Int[Array, " B"]) -> list[list[int]]:
+def greedy_decode(
+    log_probs: Float[Array, "B T V"], lengths: Integer[Array, " B"]
+) -> list[list[int]]:
     """The labels that each row's most probable path spells, in O(B T V) time, by NumPy.
 
     They need not be the most probable labels, for many paths spell the same ones.
@@ -146,7 +149,7 @@ def greedy_decode(log_probs: Float[Array, "B T V"], lengths: Int[Array, " B"]) -
 
 
 def beam_decode(
-    log_probs: Float[Array, "B T V"], lengths: Int[Array, " B"], beam_size: int
+    log_probs: Float[Array, "B T V"], lengths: Integer[Array, " B"], beam_size: int
 ) -> list[list[int]]:
     """Each row's most probable labels, among those that a prefix beam search meets.
 
@@ -217,7 +220,7 @@ def error_rate(
     return sum(map(_edit_distance, decoded, references)) / total
 
 
-def _rows(log_probs: Float[Array, "B T V"], lengths: Int[Array, " B"]) -> list[np.ndarray]:
+def _rows(log_probs: Float[Array, "B T V"], lengths: Integer[Array, " B"]) -> list[np.ndarray]:
     """Each row's frames that count, [T, V] in float64."""
     frames = np.asarray(checked("log_probs", log_probs, None, jnp.floating), np.float64)
     if frames.ndim != 3:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float, Int, Num
+from jaxtyping import Bool, Float, Int, Integer, Num
 
 from hla_jax import _compiled
 from hla_jax._check import checked, checked_int, checked_key, is_known, real
@@ -22,7 +22,7 @@ PerRow: TypeAlias = float | np.number[Any] | Num[Array, ""] | Num[Array, "*B"]
 
 def generate(
     model: TransformerLM,
-    prompt: Int[Array, "B T"],
+    prompt: Integer[Array, "B T"],
     *,
     max_new_tokens: int,
     key: jax.Array | None = None,
@@ -157,10 +157,12 @@ def sample(
     dtype = result_type(logits.dtype, jnp.float32)
     logits = logits.astype(dtype)
     temperature = _per_row("temperature", temperature, tuple(batch)).astype(dtype)
-    # The largest becomes 0 before the division, lest it becomes infinite, as others may.
+    # The largest becomes 0 before the division, lest it becomes infinite, as others may. Limits, lest
+    # the temperature's inverse does.
     largest = logits.max(-1, keepdims=True)
     scaled = jnp.where(logits == largest, 0, logits - largest)
-    scaled /= jnp.clip(temperature, jnp.finfo(dtype).tiny, jnp.finfo(dtype).max)[..., None]
+    tiny = jnp.finfo(dtype).tiny
+    scaled /= jnp.clip(temperature, tiny, 1 / tiny)[..., None]
     order = jnp.argsort(logits, axis=-1, descending=True)
     rank = jnp.argsort(order, axis=-1)
     if top_k is not None:

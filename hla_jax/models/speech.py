@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Float32, Float64, Int
+from jaxtyping import Bool, Float, Float32, Float64, Int, Integer
 
 from hla_jax import _compiled, nn
 from hla_jax._check import check_sizes, checked
@@ -124,7 +124,8 @@ def log_mel(
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / size)
     starts = np.arange(0, samples.shape[-1] - size + 1, step)
     dtype = result_type(samples.dtype, jnp.float32)
-    frames = samples[..., starts[:, None] + np.arange(size)] * jnp.asarray(hann, dtype)
+    frames = samples[..., starts[:, None] + np.arange(size)].astype(dtype)
+    frames *= jnp.asarray(hann, dtype).reshape((1,) * samples.ndim + (size,))
     energy = jnp.square(jnp.abs(jnp.fft.rfft(frames, points)))
     bands = jnp.matmul(energy, jnp.asarray(filters, dtype), precision=jax.lax.Precision.HIGHEST)
     return jnp.log(jnp.maximum(bands, _FLOOR))
@@ -283,7 +284,7 @@ class CTCEncoder(nnx.Module):
         self.head = nnx.Linear(features, num_labels + 1, **kinds)
 
     def __call__(
-        self, features: Float[Array, "B T in_features"], lengths: Int[Array, " B"]
+        self, features: Float[Array, "B T in_features"], lengths: Integer[Array, " B"]
     ) -> tuple[Float[jax.Array, "B frames V"], Int[jax.Array, " B"]]:
         """The log-probabilities of each frame's symbol.
 
@@ -356,9 +357,12 @@ def _read(
         return jax.tree.map(partial(jnp.where, real[:, None]), new, carry), y
 
     tokens = x.swapaxes(0, 1), real.swapaxes(0, 1)
-    _, y = jax.lax.scan(step, (start, start), tokens, reverse=reverse)
+    with jax.numpy_dtype_promotion(
+        "standard"
+    ):  # the cell promotes what is not in its carry's dtype
+        _, y = jax.lax.scan(step, (start, start), tokens, reverse=reverse)
     return y.swapaxes(0, 1)
 
 
-def _mask(x: Float[jax.Array, "B T _"], lengths: Int[jax.Array, " B"]) -> jax.Array:
-    return jnp.arange(x.shape[1])[None] < lengths[:, None]
+def _mask(x: Float[jax.Array, "B T _"], lengths: Integer[jax.Array, " B"]) -> jax.Array:
+    return jnp.arange(x.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
