@@ -157,8 +157,7 @@ def sample(
     dtype = result_type(logits.dtype, jnp.float32)
     logits = logits.astype(dtype)
     temperature = _per_row("temperature", temperature, tuple(batch)).astype(dtype)
-    # The largest becomes 0 before the division, lest it becomes infinite, as others may. Limits, lest
-    # the temperature's inverse does.
+    # The largest is made 0 first, since a division by a small temperature may overflow.
     largest = logits.max(-1, keepdims=True)
     scaled = jnp.where(logits == largest, 0, logits - largest)
     tiny = jnp.finfo(dtype).tiny

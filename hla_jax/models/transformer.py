@@ -9,9 +9,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from hla_jax._check import checked, is_known
+from hla_jax._check import checked
 from hla_jax._layout import Layout, divide, divide_parameter
 from hla_jax._types import Array, Mask, SegmentIds, result_type
+from hla_jax.models._values import check_range
 from hla_jax.models.blocks import (
     MIXERS,
     Block,
@@ -152,23 +153,25 @@ class TransformerLM(nnx.Module):
         Raises:
           ValueError: an argument has a wrong shape or dtype; the message names it.
         """
-        tokens = jnp.asarray(tokens)
+        given, tokens = tokens, jnp.asarray(tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers, [B, T], got {tokens.dtype} {tokens.shape}")
+        if mask is not None:
+            mask = checked("mask", mask, tokens.shape, jnp.bool_)
         if state is not None:
             N, got = self.num_layers, type(state).__name__
             if type(state) is tuple:
                 got = f"({', '.join(type(s).__name__ for s in state)})"
             if got != f"({', '.join(['MixerState'] * N)})":
                 raise ValueError(f"state must be None or a tuple of {N} MixerStates, got {got}")
+        V = self.embed.num_embeddings
+        check_range(
+            "tokens", given, 0, V - 1, True if mask is None else mask, which=" where unmasked"
+        )
         tokens = tokens.astype(result_type(tokens, jnp.int32))
         if mask is not None:
-            mask = checked("mask", mask, tokens.shape, jnp.bool_)
             tokens = jnp.where(mask, tokens, 0)
-        V = self.embed.num_embeddings
         exists = (tokens >= 0) & (tokens < V)
-        if is_known(exists) and not exists.all():
-            raise ValueError(f"tokens must be in 0..{V - 1} where unmasked, got others")
         # Looked up in the whole of each row, or its parts would have to become parts of tokens.
         table = self.embed.embedding[...].astype(self.embed.dtype)
         x = jnp.take(divide(table, self.layout, "heads", None), tokens, axis=0, mode="clip")
