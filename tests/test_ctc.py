@@ -86,6 +86,14 @@ def test_log_probabilities_of_minus_infinity_are_paths_that_do_not_exist():
     assert loss.tolist() == [0, 0]
 
 
+def test_a_loss_that_is_not_a_number_is_not_hidden():
+    frames = LOGITS.copy()
+    frames[0, 0] = frames[3, 3] = np.nan  # row 3 has two frames
+    loss, feasible = jitted(frames, FRAMES, LABELS, LENGTHS)
+    assert feasible.tolist() == FEASIBLE
+    assert np.isnan(loss).tolist() == [True] + [False] * 6
+
+
 @pytest.mark.parametrize(("T", "N"), [(0, 2), (3, 0), (0, 0)])
 def test_no_frames_spell_no_labels(T, N):
     lengths = np.array([T]), np.array([N])

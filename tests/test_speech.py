@@ -1,6 +1,7 @@
 """The features of speech against their definition; the encoder sees no padding, and learns."""
 
 import wave
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -151,9 +152,13 @@ def test_rows_of_a_batch_and_their_gradients_are_those_of_a_row_alone(mixer, sub
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
 def test_every_mixer_fits_and_log_probabilities_are_float32(mixer):
-    log_probs, _ = jax.eval_shape(make(mixer, dtype=jnp.bfloat16), X, LENGTHS)
-    assert log_probs.shape == (3, 9, 4)
-    assert log_probs.dtype == jnp.float32
+    def run(x, lengths, **options):
+        return make(mixer, **options)(x, lengths)[0]
+
+    for options in (dict(dtype=jnp.bfloat16), dict(param_dtype=jnp.bfloat16)):
+        log_probs = jax.eval_shape(partial(run, **options), X, LENGTHS)
+        assert log_probs.shape == (3, 9, 4)
+        assert log_probs.dtype == jnp.float32
 
 
 def naive_lstm(cell, x, mask):

@@ -109,7 +109,7 @@ def _loss(
             (~real_labels).astype(dtype),
             log_epsilon=_LOG_ZERO,
         )
-    feasible = possible & (loss < -_LOG_ZERO / 2)
+    feasible = possible & ~(loss >= -_LOG_ZERO / 2)  # what is NaN stays so, and is seen
     # Near certainty, rounding may take the loss below 0.
     return jnp.where(feasible, jnp.maximum(loss, 0), 0).astype(dtype), feasible
 

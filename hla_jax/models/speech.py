@@ -170,6 +170,7 @@ class BiLSTM(nn.Mixer):
             raise ValueError(f"in_features must be even for two LSTMs, got {in_features}")
         super().__init__(in_features, causal=False, dtype=dtype, param_dtype=param_dtype)
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds["recurrent_kernel_init"] = _orthogonal
         self.forwards = nnx.OptimizedLSTMCell(in_features, in_features // 2, **kinds)
         self.backwards = nnx.OptimizedLSTMCell(in_features, in_features // 2, **kinds)
 
@@ -335,6 +336,14 @@ def _mel_filters(
             f"got {num_filters} for {points} points at {sample_rate} samples in a second"
         )
     return filters
+
+
+def _orthogonal(
+    key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, **options: Any
+) -> Float[jax.Array, "F cells"]:
+    """Flax's orthogonal matrices, in 16 bits too, in which they cannot be computed."""
+    wide = nnx.initializers.orthogonal()(key, shape, result_type(dtype, jnp.float32), **options)
+    return wide.astype(dtype)
 
 
 @partial(jax.jit, static_argnames=("graph", "reverse"))
