@@ -19,7 +19,7 @@ from hla_jax.models import (
 from hla_jax.models.speech import BiLSTM
 
 KEY = jax.random.key(0)
-HEADS = dict(num_heads=2, rotary=False)
+HEADS = dict(num_heads=2)
 
 
 def sizes():

@@ -157,8 +157,8 @@ def sample(
     dtype = result_type(logits.dtype, jnp.float32)
     logits = logits.astype(dtype)
     temperature = _per_row("temperature", temperature, tuple(batch)).astype(dtype)
-    # The largest becomes 0 before the division, lest it becomes infinite, as others may; and what
-    # divides keeps an inverse, by which compilers multiply.
+    # The largest is exactly 0 before the division, which may overflow for the others. The limits
+    # keep 1 / temperature a normal number, for compilers multiply by it.
     largest = logits.max(-1, keepdims=True)
     scaled = jnp.where(logits == largest, 0, logits - largest)
     tiny = jnp.finfo(dtype).tiny

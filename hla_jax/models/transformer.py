@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 
 from hla_jax._check import checked
 from hla_jax._layout import Layout, divide, divide_parameter
@@ -108,7 +108,7 @@ class TransformerLM(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Integer[Array, "B T"],
         state: State | None = None,
         mask: Mask | None = None,
         segment_ids: SegmentIds | None = None,
@@ -134,7 +134,7 @@ class TransformerLM(nnx.Module):
 
     def features(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Integer[Array, "B T"],
         state: State | None = None,
         mask: Mask | None = None,
         segment_ids: SegmentIds | None = None,
