@@ -11,18 +11,18 @@ from helpers import normals, rms_error
 
 from hla_jax.nn import rotary
 
-D, HALF = 64, 32
+D = 64
 PLACES = [0, 1, 2**17, 2**20, 2**24, 2**24 + 1, 2**31 - 1, -1, -5, -(2**31)]
 TOLERANCE = {np.float32: 5e-7, np.float64: 1e-15}
 
-# A turn in radians, and the frequencies of base 2^32: powers of two, which need no rounding.
+# A turn in radians, and bases and widths whose frequencies are fractions, so need no rounding.
 TURN = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
-FREQUENCIES = [Fraction(1, 2**i) for i in range(HALF)]
+ROOTS = {(2.0**32, 64): 2, (10_000.0, 8): 10}
 
 
-def rotated(x, position):
-    """Each pair of channels turned by its exact angle, in float64."""
-    angles = [float(position * f % TURN) for f in FREQUENCIES]
+def rotated(x, position, root):
+    """Each pair of channels turned by its exact angle, in float64; the i-th turns by root^-i."""
+    angles = [float(position * Fraction(1, root**i) % TURN) for i in range(len(x) // 2)]
     cos, sin = (np.array([g(a) for a in angles]) for g in (math.cos, math.sin))
     a, b = np.split(np.asarray(x, np.float64), 2)
     return np.concatenate([a * cos - b * sin, a * sin + b * cos])
@@ -34,11 +34,13 @@ def run(x, positions, **options):
         return np.asarray(turn(x, np.array(positions, np.int32)))
 
 
+@pytest.mark.parametrize(("base", "width"), ROOTS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_angles_are_right_at_any_position(dtype):
-    (x,) = normals((len(PLACES), D), dtype=dtype)
-    expected = [rotated(row, p) for row, p in zip(x, PLACES, strict=True)]
-    for y, row in zip(run(x, PLACES, base=2.0**32), expected, strict=True):
+def test_angles_are_right_at_any_position(dtype, base, width):
+    (x,) = normals((len(PLACES), width), dtype=dtype)
+    root = ROOTS[base, width]
+    expected = [rotated(row, p, root) for row, p in zip(x, PLACES, strict=True)]
+    for y, row in zip(run(x, PLACES, base=base), expected, strict=True):
         assert rms_error(y, row) < TOLERANCE[dtype]
 
 
@@ -81,10 +83,24 @@ def test_nothing_is_promoted_silently():
         assert rotary(jnp.ones((2, 3, 4, 5), jnp.bfloat16), jnp.ones((2, 3), int)).shape[-1] == 5
 
 
+def test_rows_may_share_positions(no_type_checks):
+    (x,) = normals((2, 3, 4, D))
+    expected = rotary(x, np.array([[7, 8, 9]] * 2))
+    for shared in (np.array([7, 8, 9]), np.array([[7, 8, 9]])):
+        np.testing.assert_array_equal(rotary(x, shared), expected)
+
+
 def test_wrong_arguments_are_named(no_type_checks):
     x = jnp.ones((3, 1, 4))
     with pytest.raises(ValueError, match="positions must be integer, got float32"):
         rotary(x, jnp.ones(3))
+    for shape in ((), (1,), (2,), (2, 3)):
+        with pytest.raises(ValueError, match=r"positions must be \[\*B, T\] = \(3,\) or \[T\]"):
+            rotary(x, jnp.zeros(shape, int))
+    with pytest.raises(ValueError, match="x must be floating"):
+        rotary(x.astype(int), jnp.arange(3))
+    with pytest.raises(ValueError, match=r"x must be \[\*B, T, H, D\], got \(3, 4\)"):
+        rotary(x[:, 0], jnp.arange(3))
     for base in (0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="base must be a positive number"):
             rotary(x, jnp.arange(3), base=base)

@@ -366,9 +366,8 @@ def _read(
         return jax.tree.map(partial(jnp.where, real[:, None]), new, carry), y
 
     tokens = x.swapaxes(0, 1), real.swapaxes(0, 1)
-    with jax.numpy_dtype_promotion(
-        "standard"
-    ):  # the cell promotes what is not in its carry's dtype
+    # Whatever the user has set, for the cell promotes what is not in its carry's dtype.
+    with jax.numpy_dtype_promotion("standard"):
         _, y = jax.lax.scan(step, (start, start), tokens, reverse=reverse)
     return y.swapaxes(0, 1)
 

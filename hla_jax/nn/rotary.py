@@ -28,14 +28,14 @@ def rotary(
 
     Args:
       x: [*B, T, H, D], queries or keys. If D is odd, the last channel is left as it is.
-      positions: [*B, T], integers, the tokens' positions.
+      positions: [*B, T], integers, the tokens' positions, or [T] for all rows.
       base: the larger, the slower the last channels turn; a number known while tracing.
 
     Returns:
       [*B, T, H, D], in x's dtype; computed in float32 at least.
 
     Raises:
-      ValueError: positions are not integers, or base is not a positive number.
+      ValueError: x or positions has a wrong shape or dtype, or base is not a positive number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -43,7 +43,11 @@ def rotary(
       >>> print(rotary(x, jnp.array([1])).ravel().round(3))
       [0.54  0.841]
     """
+    x = checked("x", x, None, jnp.floating)
+    if x.ndim < 3:
+        raise ValueError(f"x must be [*B, T, H, D], got {x.shape}")
     positions = checked("positions", positions, None, jnp.integer)
+    _check_positions(positions.shape, x.shape[:-2])
     base = known_number("base", base)
     if not 0 < base < float("inf"):
         raise ValueError(f"base must be a positive number, got {base}")
@@ -53,6 +57,13 @@ def rotary(
     a, b = (x[..., i : i + half].astype(dtype) for i in (0, half))
     rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
     return jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)
+
+
+def _check_positions(given: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+    # Rows may share positions, but one for all tokens is a mistake.
+    fits = len(given) <= len(tokens) and given[-1:] == tokens[-1:]
+    if not fits or any(n not in (1, m) for n, m in zip(given[::-1], tokens[::-1], strict=False)):
+        raise ValueError(f"positions must be [*B, T] = {tokens} or [T], got {given}")
 
 
 def _turns(
