@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hla_jax import _compiled
-from hla_jax._check import check_sizes
+from hla_jax._check import check_sizes, type_name
 
 Element: TypeAlias = Any  # a pytree of arrays
 Tokens: TypeAlias = Sequence[Any]  # arrays with one leading axis T in common
@@ -196,6 +196,8 @@ def _run(
     read: bool,
     **options: int,
 ) -> tuple[Any, Element]:
+    if not isinstance(tokens, tuple | list):
+        raise ValueError(f"tokens must be a tuple of arrays [T, ...], got {type_name(tokens)}")
     tokens = tuple(jax.tree.map(jnp.asarray, x) for x in tokens)
     arrays, rest = _compiled.split(m)
     return _compiled.call(

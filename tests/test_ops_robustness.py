@@ -54,6 +54,7 @@ MISTAKES = [  # the argument that the error names, what is passed
     ("implementation", {"implementation": "fastest"}),
     ("implementation", {"implementation": "pallas"}),
     ("log_decay", {"log_decay": 0.9}),
+    ("log_decay", {"log_decay": np.nan}),
     ("log_decay", {"log_decay": [-1.0, -1.0, -1.0]}),
     ("mask", {"mask": "all"}),
     ("normalize", {"normalize": "yes"}),

@@ -181,12 +181,14 @@ BAD_INPUT = {
     "tokens of unequal length": ({"tokens": (np.ones(3), np.ones(4))}, "tokens must"),
     "tokens without an axis": ({"tokens": (np.ones(3), np.ones(()))}, "tokens must"),
     "no arrays": ({"tokens": ()}, "tokens must"),
+    "an array, not a tuple": ({"tokens": np.ones((3, 2))}, "tokens must be a tuple .* got array"),
     "chunks of nothing": ({"chunk_size": 0}, "chunk_size must be an integer at least 1, got 0"),
     "an initial element of another structure": ({"initial": (np.ones(()),)}, "initial must"),
     "an initial element of another shape": ({"initial": np.ones((2, 1))}, "initial must"),
 }
 
 
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_wrong_input_is_refused_by_name(case):
     change, message = BAD_INPUT[case]

@@ -20,6 +20,7 @@ from hla_jax._check import (
     check_sizes,
     checked,
     checked_per_token,
+    is_known,
     real,
     swapped_axes_hint,
     type_name,
@@ -354,13 +355,12 @@ def broadcast_decay(log_decay, mask, shape, dtype=None, axes: str = "[*B, T, K]"
 
 def _refuse_positive(log_decay, mask, shape) -> None:
     """Raises where the decay was given in place of its log, as far as the values are known."""
-    for x in (log_decay, mask):
-        if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
-            return
+    if not is_known(log_decay, mask):
+        return
     known = np.broadcast_to(np.asarray(log_decay), shape)
     if mask is not None:
         known = known[np.asarray(mask)]
-    if (known > 0).any():
+    if not (known <= 0).all():  # NaN neither
         raise ValueError(
             "log_decay must be at most 0 (it is the log of the decay: jnp.log(0.9), not 0.9), "
             f"got {known.max()}"
