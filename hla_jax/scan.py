@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hla_jax import _compiled
-from hla_jax._check import check_sizes, type_name
+from hla_jax._check import checked_int, type_name
 
 Element: TypeAlias = Any  # a pytree of arrays
 Tokens: TypeAlias = Sequence[Any]  # arrays with one leading axis T in common
@@ -148,7 +148,7 @@ def chunked(
       >>> out.ravel().tolist(), final.E.item()
       ([1.0, 3.0, 6.0], 6.0)
     """
-    check_sizes(chunk_size=chunk_size)
+    chunk_size = checked_int("chunk_size", chunk_size)
     return _run(_chunked, m, tokens, initial, reverse, read, chunk_size=chunk_size)
 
 

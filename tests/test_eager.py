@@ -181,6 +181,14 @@ def test_that_compilations_are_counted():
     assert len(COMPILED) > before
 
 
+@pytest.mark.parametrize("size", [np.int64(8), np.array(8), jnp.int32(8)])
+def test_a_size_may_be_any_integer(size, no_type_checks):
+    out, _ = hla.hla2(q, k, v, chunk_size=size)
+    np.testing.assert_array_equal(out, hla.hla2(q, k, v, chunk_size=8)[0])
+    out, _ = engine("chunked", chunk_size=size)(token_arrays)
+    np.testing.assert_array_equal(out, engine("chunked", chunk_size=8)(token_arrays)[0])
+
+
 @dataclass
 class Sum:
     """Adds numbers up, times a factor; it has no hash."""

@@ -17,8 +17,8 @@ from hla_jax import kernels
 from hla_jax._check import (
     check_flag,
     check_number,
-    check_sizes,
     checked,
+    checked_int,
     checked_per_token,
     is_known,
     real,
@@ -159,7 +159,7 @@ def fold(
     check_flag("causal", causal)
     check_flag("normalize", normalize)
     if chunk_size is not None:
-        check_sizes(chunk_size=chunk_size)
+        chunk_size = checked_int("chunk_size", chunk_size)
     if implementation not in (None, *kernels.IMPLEMENTATIONS):
         names = kernels.IMPLEMENTATIONS
         raise ValueError(f"implementation must be None or one of {names}, got {implementation!r}")
