@@ -251,7 +251,8 @@ def favor_plus(
     the sum of its affinities can be 0.
 
     Nothing is scaled: for the affinity exp(q . k / sqrt(D)) of softmax attention, divide q and k by
-    D^(1/4) each.
+    D^(1/4) each. To scale in a layer, pass a `functools.partial` of a function and this map: the
+    layer then keeps the projection as its own, which a lambda would hide from it.
 
     Nothing is subtracted from the exponents either: a maximum over tokens, the usual guard, would
     let later tokens change earlier outputs. The exponents are at most |w|^2 / 2, about D / 2 (more
