@@ -106,7 +106,7 @@ def real(name: str, x: Any) -> jax.Array:
       >>> print(real("log_decay", 0))
       0.0
     """
-    if isinstance(x, int) and not isinstance(x, bool):
+    if isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**1000:
         x = float(x)
     x = array(name, x)
     if jnp.issubdtype(x.dtype, jnp.integer):

@@ -26,25 +26,34 @@ def call(compiled: Callable[..., Any], *arrays: Any, **static: Any) -> Any:
 def split(tree: Any) -> tuple[list[Any], Any]:
     """Splits a tree into its arrays and the rest, which is static; `join` puts them together.
 
+    The rest has the attributes of objects beside them, so that one whose attributes were changed
+    since is not taken for what it was.
+
     Example:
-      >>> arrays, rest = split({"ridge": np.float32(0.5), "masked": True})
+      >>> arrays, rest = split({"ridge": np.array(0.5), "masked": True})
       >>> arrays, join(arrays, rest)
-      ([np.float32(0.5)], {'masked': True, 'ridge': np.float32(0.5)})
+      ([array(0.5)], {'masked': True, 'ridge': array(0.5)})
     """
     leaves, structure = jax.tree.flatten(tree)
     arrays = [x for x in leaves if _is_array(x)]
-    return arrays, (structure, tuple(_ARRAY if _is_array(x) else x for x in leaves))
+    static = tuple(_ARRAY if _is_array(x) else x for x in leaves)
+    return arrays, (structure, static, tuple(map(_attributes, static)))
 
 
 def join(arrays: list[Any], rest: Any) -> Any:
     """Puts a tree together again."""
-    structure, leaves = rest
+    structure, leaves, _ = rest
     left = iter(arrays)
     return jax.tree.unflatten(structure, [next(left) if x is _ARRAY else x for x in leaves])
 
 
+def _attributes(x: Any) -> tuple[Any, ...]:
+    x = getattr(x, "__self__", x)  # of a bound method
+    return tuple(getattr(x, "__dict__", {}).items())
+
+
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
+    return isinstance(x, jax.Array | np.ndarray)
 
 
 _ARRAY = object()

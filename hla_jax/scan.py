@@ -205,15 +205,13 @@ def _run(
         *(arrays, tokens, initial),
         engine=engine,
         monoid=rest,
-        # So that one whose attributes were changed since is not taken for what it was.
-        attributes=tuple(getattr(m, "__dict__", {}).items()) if not arrays else (),
         reverse=reverse,
         read=read,
         options=tuple(options.items()),
     )
 
 
-@partial(jax.jit, static_argnames=("engine", "monoid", "attributes", "reverse", "read", "options"))
+@partial(jax.jit, static_argnames=("engine", "monoid", "reverse", "read", "options"))
 def _run_compiled(
     arrays: list[Any],
     tokens: tuple[Any, ...],
@@ -221,13 +219,11 @@ def _run_compiled(
     *,
     engine: Engine,
     monoid: Any,
-    attributes: tuple[Any, ...],
     reverse: bool,
     read: bool,
     options: tuple[tuple[str, int], ...],
 ) -> tuple[Any, Element]:
     """What all engines share: checks, dtypes, direction and sequences without tokens."""
-    del attributes
     m, engine = _compiled.join(arrays, monoid), partial(engine, **dict(options))
     length = _length(tokens)
     token = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tokens)

@@ -157,7 +157,7 @@ CALLS = {
     "gradient of scan.serial": gradient(engine("serial"), token_arrays),
     "gradient of scan.chunked": gradient(engine("chunked", chunk_size=16), token_arrays),
     "sharded": sharded(hla.hla2, log_decay=log_decay),
-    "sharded, a partial": sharded(partial(hla.hla2, masked=False, ridge=np.float32(0.1))),
+    "sharded, a partial": sharded(partial(hla.hla2, masked=False, ridge=jnp.float32(0.1))),
     "sharded, a feature map with arrays": sharded(hla.linear_attention, feature_map=favor),
     "gradient of sharded": gradient(
         lambda q: hla.parallel.sharded(hla.hla2, mesh, sequence="tokens")(q, k, v), q
@@ -229,6 +229,36 @@ def test_a_monoid_that_was_changed_is_seen_as_it_is(kind):
     m.factor = 2.0
     after, _ = scan.serial(m, (jnp.ones(3),))
     assert (before.tolist(), after.tolist()) == ([1, 2, 3], [2, 4, 6])
+
+
+class Weighted:
+    """A feature map that may be changed, and its hash says nothing of it."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("weights", [(1.0, 2.0), (jnp.float32(1), jnp.float32(2))])
+@pytest.mark.parametrize("method", [False, True])
+def test_a_feature_map_that_was_changed_is_seen_as_it_is(weights, method):
+    given = Weighted(weights[0])
+    run = hla.parallel.sharded(hla.ahla, mesh, sequence="tokens")
+    for weight in weights:
+        given.weight = weight
+        feature_map = given.__call__ if method else given
+        out, _ = run(q, k, v, feature_map=feature_map)
+        expected, _ = hla.ahla(q, k, v, feature_map=Weighted(weight))
+        np.testing.assert_allclose(out, expected, rtol=1e-4)
+
+
+def test_scalars_of_numpy_are_options_of_sharded(no_type_checks):
+    run = hla.parallel.sharded(hla.hla2, mesh, sequence="tokens")
+    out, _ = run(q, k, v, masked=np.bool_(False), chunk_size=np.int64(8), ridge=np.float32(0.1))
+    expected, _ = hla.hla2(q, k, v, masked=False, ridge=0.1)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_arrays_in_a_monoid_are_traced():

@@ -101,6 +101,6 @@ def test_wrong_arguments_are_named(no_type_checks):
         rotary(x.astype(int), jnp.arange(3))
     with pytest.raises(ValueError, match=r"x must be \[\*B, T, H, D\], got \(3, 4\)"):
         rotary(x[:, 0], jnp.arange(3))
-    for base in (0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="base must be a positive number"):
+    for base in (0, -1.0, math.inf, math.nan, 1e-80, 10**400):
+        with pytest.raises(ValueError, match="base must be"):
             rotary(x, jnp.arange(3), base=base)

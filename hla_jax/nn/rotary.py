@@ -21,8 +21,8 @@ def rotary(
     """Rotates channels i and i + D // 2 by the angle position * base^(-i / (D // 2)).
 
     The product of a query and a key rotated so depends on the difference of their positions only,
-    to the rounding of the dtype, wherever they are. Each affinity of a higher-order operator is
-    such a product, so this holds for all operators here.
+    to the rounding of the dtype, for any positions up to 2^32. Each affinity of a higher-order
+    operator is such a product, so this holds for all operators here.
 
     Source: RoFormer (Su et al. 2021, arXiv 2104.09864), section 3.2.
 
@@ -35,7 +35,7 @@ def rotary(
       [*B, T, H, D], in x's dtype; computed in float32 at least.
 
     Raises:
-      ValueError: x or positions has a wrong shape or dtype, or base is not a positive number.
+      ValueError: x or positions has a wrong shape or dtype, or base is below 1e-30.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,8 +49,8 @@ def rotary(
     positions = checked("positions", positions, None, jnp.integer)
     _check_positions(positions.shape, x.shape[:-2])
     base = known_number("base", base)
-    if not 0 < base < float("inf"):
-        raise ValueError(f"base must be a positive number, got {base}")
+    if not 1e-30 <= base < float("inf"):  # less would need more digits of pi
+        raise ValueError(f"base must be a finite number of at least 1e-30, got {base}")
     half, dtype = x.shape[-1] // 2, result_type(x, jnp.float32)
     angles = 2 * np.pi * _turns(positions, half, base, dtype)[..., None, :]  # [*B, T, 1, D // 2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
