@@ -61,11 +61,11 @@ def checked_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
     return known
 
 
-def is_known(*arrays: Any) -> bool:
-    """Tells whether the arrays' values can be looked at: not while tracing, nor on other hosts."""
+def is_known(*trees: Any) -> bool:
+    """Tells whether all arrays' values can be looked at: not while tracing, nor on other hosts."""
     return not any(
         isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
-        for x in arrays
+        for x in jax.tree.leaves(trees)
     )
 
 

@@ -7,6 +7,7 @@ module: arrays are its arguments, all else is static.
 None of them is inlined: on jax 0.10 an eager `jax.grad` would compile the transposed loops anew.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ def call(compiled: Callable[..., Any], *arrays: Any, **static: Any) -> Any:
     try:
         hash(tuple(static.values()))
     except TypeError:
-        return compiled.__wrapped__(*arrays, **static)  # type: ignore[attr-defined]
+        return inspect.unwrap(compiled)(*arrays, **static)
     return compiled(*arrays, **static)
 
 

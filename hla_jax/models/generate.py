@@ -90,7 +90,7 @@ def generate(
     max_new_tokens = checked_int("max_new_tokens", max_new_tokens, 1)
     top_k, top_p = _checked_choice(top_k, top_p, (B,), V)
     temperatures = _per_row("temperature", temperature, (B,))
-    if key is None and not (_is_known(temperature) and not np.any(temperature)):
+    if key is None and not (is_known(temperature) and not np.any(temperature)):
         raise ValueError(f"key must be given unless temperature=0, got temperature={temperature}")
     if stop_token is not None:
         stop_token = checked_int("stop_token", stop_token, 0, V - 1)
@@ -199,13 +199,9 @@ def _per_row(name: str, x: PerRow, batch: tuple[int, ...]) -> Float[jax.Array, "
     if numbers.shape not in ((), batch):
         raise ValueError(f"{name} must be a number or of shape {batch}, got shape {numbers.shape}")
     wanted, fits = _RANGES[name]
-    if _is_known(x) and not fits(np.asarray(x)).all():
+    if is_known(x) and not fits(np.asarray(x)).all():
         raise ValueError(f"{name} must be {wanted}, got {x}")
     return jnp.broadcast_to(numbers.astype(result_type(float)), batch)
-
-
-def _is_known(x: PerRow) -> bool:
-    return is_known(*jax.tree.leaves(x))
 
 
 @partial(jax.jit, static_argnames=("graph", "max_new_tokens", "top_k", "stop_token"))
